@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
@@ -24,15 +23,11 @@ from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
-    DamagedError,
     PenstockError,
     SaverClosedError,
     StorageError,
 )
-from penstock.core.log.recorder import Recorder
-from penstock.core.log.replay import Replayer
-from penstock.core.log.segments import StoredLog
-from penstock.core.log.steps import NotLoggedError
+from penstock.core.log.run import RunLog, has_log
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RanksOfJob
 from penstock.core.reader import Reader
@@ -46,14 +41,13 @@ from penstock.core.tiers.drains import Drains
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from types import TracebackType
 
     from penstock.core.catalog.prune import PruneReport
     from penstock.core.config.model import CheckpointerOptions
     from penstock.core.config.plugin_choice import BackendConfig
-    from penstock.core.log.segments import StoredEntry
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.events import Event
     from penstock.core.reporting.reports import (
@@ -154,6 +148,7 @@ class Checkpointer:
             events=self._events,
             drains=self._drains,
             ranks=self._ranks.of_restore,
+            has_log=partial(has_log, store),
         )
         self._catalog = self._reader.catalog
         self._saver = Saver(
@@ -167,7 +162,10 @@ class Checkpointer:
             earlier=EarlierReader(registry),
             ranks=self._ranks,
         )
-        self._recorder = Recorder(store, config, registry, self._workers)
+        self._log = RunLog(
+            store, self._reader,
+            config=config, registry=registry, workers=self._workers, ranks=self._ranks,
+        )  # fmt: skip
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(config.io_timeout_s, self._workers.timing.opening_s)
         _warn_of_read_only(TimeLimitedBackend(store, self._workers, limit_s))
@@ -257,8 +255,8 @@ class Checkpointer:
             called=called,
         )
         job = self._saver.job
-        if job is not None and job.handle is handle and self._may_log():
-            self._recorder.begin_after_save(job.uid, handle.step, state, job.handle.committed)
+        if job is not None and job.handle is handle:
+            self._log.begin_after_save(job, state)
         return handle
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -280,21 +278,12 @@ class Checkpointer:
             Whether the step will be logged.
 
         Raises:
-            ConfigError: The step is not above the last one; or the run has several ranks or tiers,
-                whose steps cannot be logged yet.
+            ConfigError: The step is not above the last one; or the run has tiers, where steps
+                cannot be logged yet.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
         """
         self._check_may_save()
-        if not self._may_log():
-            msg = "log is for one process and one place: several ranks, or tiers, cannot log yet"
-            raise ConfigError(msg)
-        return self._recorder.log(state, step)
-
-    def _may_log(self) -> bool:
-        try:
-            return self._drains is None and self._ranks.place() is None
-        except ConfigError:  # several ranks that do not find each other
-            return False
+        return self._log.log(state, step)
 
     def check(
         self,
@@ -418,86 +407,28 @@ class Checkpointer:
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
         self._end_save_of_ranks()
-        restore = partial(
-            self._reader.restore,
-            state,
-            include=include,
-            exclude=exclude,
-            strict=strict,
-            cast=cast,
-            rename=rename,
-            on_damage=on_damage,
-            on_progress=on_progress,
-            called=called,
-        )
+
+        def restore(saved: int | str) -> RestoreReport:
+            report = self._reader.restore(
+                state,
+                saved,
+                include=include,
+                exclude=exclude,
+                strict=strict,
+                cast=cast,
+                rename=rename,
+                on_damage=on_damage,
+                on_progress=on_progress,
+                called=called,
+            )
+            self._saver.restored_from = report.step
+            return report
+
         whole = include is None and exclude is None and rename is None
-        report = self._restore_logged(state, step, restore, whole=whole)
+        report = self._log.restore(state, step, restore, whole=whole)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
-
-    def _restore_logged(
-        self,
-        state: Mapping[str, Any],
-        step: int | str,
-        restore: Callable[..., RestoreReport],
-        *,
-        whole: bool,
-    ) -> RestoreReport:
-        """Restore a checkpoint, and replay the log that leads from it to `step`."""
-        if not self._may_log():
-            report = restore(step)
-            self._saver.restored_from = report.step
-            return report
-        report, entries = self._restore_base(step, restore)
-        self._saver.restored_from = report.step
-        if not entries:
-            self._log_after(report, state, whole=whole)
-            return report
-        replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
-        try:
-            seconds = replayer.replay(state, entries, whole=whole)
-        except NotLoggedError as error:
-            log.warning(
-                "the log cannot be replayed to step %d, so step %d is restored: %s",
-                entries[-1].header.step, report.step, str(error),
-            )  # fmt: skip
-            if whole:
-                report = restore(report.step)
-            self._log_after(report, state, whole=whole)
-            return report
-        last = entries[-1].header
-        self._recorder.begin_after_restore(report.uid, last.step, state, previous=last.digest)
-        times = {**report.seconds, "replay": seconds}
-        return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
-
-    def _restore_base(
-        self, step: int | str, restore: Callable[..., RestoreReport]
-    ) -> tuple[RestoreReport, Sequence[StoredEntry]]:
-        """Restore the checkpoint at or before `step`; also return the entries from it to `step`."""
-        try:
-            report = restore(step)
-        except CheckpointGoneError:
-            raise
-        except CheckpointNotFoundError:
-            base = self._logged_after(step)
-            if base is None:
-                raise
-            entries = self._log_of(self._catalog.record(base).uid).whole(up_to=valid_step(step))
-            if not entries or entries[-1].header.step != step:
-                raise
-            return restore(base), entries
-        if step != "latest" or report.fell_back_from:
-            return report, ()
-        return report, self._log_of(report.uid).whole()
-
-    def _log_after(self, report: RestoreReport, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Log what follows a restored checkpoint, if the state is all of it, bit for bit."""
-        left_out = report.missing or report.unexpected or report.cast or report.mismatched
-        if whole and not left_out:
-            self._recorder.begin_after_restore(report.uid, report.step, state)
-        else:
-            self._recorder.pause("only a part of the checkpoint was restored: save first")
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest checkpoint into `state` if there is one; return the next step.
@@ -560,7 +491,7 @@ class Checkpointer:
         called = time.monotonic()
         self._check_open()
         self._end_save_of_ranks()
-        with self._noting_logged(step):
+        with self._log.noting(step):
             return self._reader.load(
                 step,
                 include=include,
@@ -584,10 +515,7 @@ class Checkpointer:
             DamagedError: Its commit record cannot be read.
         """
         self._check_open()
-        newest = self._catalog.latest()
-        if newest is None or not self._may_log():
-            return newest
-        return self._log_of(self._catalog.record(newest).uid).latest() or newest
+        return self._log.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
         """Return the facts from the commit record of `step`, and the notes on it."""
@@ -596,7 +524,7 @@ class Checkpointer:
     def open(self, step: int | str = "latest") -> Checkpoint:
         """Return a read-only view of one checkpoint, which reads lazily."""
         self._check_open()
-        with self._noting_logged(step):
+        with self._log.noting(step):
             return self._reader.open(step)
 
     def verify(
@@ -696,9 +624,7 @@ class Checkpointer:
         self._check_open()
         self.wait()  # a save in flight would commit a step that is about to be deleted
         gone = self._catalog.rewind(valid_step(step))
-        if self._may_log():
-            with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
-                self._recorder.forget(self._catalog.record(valid_step(step)).uid)
+        self._log.forget(valid_step(step))
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
         return gone
@@ -788,7 +714,7 @@ class Checkpointer:
         self._saver.pending.check_may_wait()
         self._closing = True  # no save can start from here on, and the pending one may end
         try:
-            self._recorder.close()
+            self._log.recorder.close()
             self._saver.pending.end()
             if self._drains is not None:
                 self._drains.settle()
@@ -841,34 +767,6 @@ class Checkpointer:
             self._saver.pending.check_may_wait()
             job.handle.committed.exception()
         self._catalog.annotate(number, metadata, tags)
-
-    @contextlib.contextmanager
-    def _noting_logged(self, step: int | str) -> Iterator[None]:
-        """Add a note to the error for a step that is logged, but not saved."""
-        try:
-            yield
-        except CheckpointNotFoundError as error:
-            base = self._logged_after(step)
-            if base is not None:
-                error.add_note(
-                    f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
-                    f"a template, save it then; step {base} is saved."
-                )
-            raise
-
-    def _logged_after(self, step: int | str) -> int | None:
-        """Return the saved step whose log has `step`; None if there is none."""
-        if not isinstance(step, int) or not self._may_log():
-            return None
-        base = max((s for s in self._catalog.steps() if s < step), default=None)
-        if base is None or step not in self._log_of(self._catalog.record(base).uid).steps:
-            return None
-        return base
-
-    def _log_of(self, uid: str) -> StoredLog:
-        """Return the log that continues a saved step."""
-        self._recorder.flush()
-        return StoredLog(self._backend.inner, uid, 0)
 
     def _check_open(self) -> None:
         if self._closed:

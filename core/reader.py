@@ -85,6 +85,7 @@ class Reader:
         events: EventStream,
         drains: Drains | None,
         ranks: Callable[[], RankGroup | None] = lambda: None,
+        has_log: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Read the run of `backend`.
 
@@ -97,12 +98,16 @@ class Reader:
             events: Get an event for each restore, load and verification.
             drains: Copies between the tiers of the backend; None if it is one place.
             ranks: Returns the ranks that restore and load together; None if this process is alone.
+            has_log: Returns whether a log continues the checkpoint with a uid.
         """
         self._config = config
         self._registry = registry
         self._workers = workers
         self._events = events
         self._ranks = ranks
+        self._has_log = has_log
+        self.logged = False
+        """Whether rank 0 found a log of the checkpoint that the ranks restored last."""
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
         # good copy. The next report lists them, and the good copies repair them.
@@ -332,6 +337,7 @@ class Reader:
             attempt=lambda opened: try_step(opened.step, lambda: opened),
             templates=templates,
             tell=lambda result: {"rescued": result[1][:_MOST_REPORTED]},
+            has_log=self._has_log,
             sharing=Sharing(self._config.read_once_per_host, self._config.read_once_per_job),
             network=self._config.rank_network,
         )
@@ -340,6 +346,7 @@ class Reader:
         self, together: RestoreTogether[tuple[T, _Rescued]], turn: _RestoreTurn
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         result = together.run(turn.number, turn.called)
+        self.logged = together.logged
         for report in together.told.values():  # rank 0 repairs the damage that any rank reports
             self._rescued += [(name, tier) for name, tier in report["rescued"]]
         return result

@@ -1,4 +1,4 @@
-"""The three contracts: `StateProvider`, `Codec`, `Backend`, and the records that cross them.
+"""The contracts `StateProvider`, `Codec`, `Backend`, `Replayer`, and the records that cross them.
 
 Here: the promises of plugins, and those of core to them, with slow but correct defaults; and
 `Coordination`, the contract by which ranks agree, which is passed in and never looked up. Not here:
@@ -46,6 +46,7 @@ from penstock.core.abc.provider import (
     ranks_node,
     ranks_of,
 )
+from penstock.core.abc.replayer import Replayer, Unit
 from penstock.core.abc.tiers import (
     ROOT_NAME,
     RootRecord,
@@ -88,6 +89,7 @@ __all__ = [
     "PlaceContext",
     "Placement",
     "PluginConfig",
+    "Replayer",
     "RootRecord",
     "SizeBytes",
     "StateObject",
@@ -96,6 +98,7 @@ __all__ = [
     "Target",
     "Tier",
     "Timing",
+    "Unit",
     "call_all_with_deadline",
     "check_blob_name",
     "check_coordination_key",

@@ -297,11 +297,17 @@ class Prefer(_Model):
     provider: dict[str, str] = Field(default_factory=dict)
     codec: dict[str, str] = Field(default_factory=dict)
     backend: dict[str, str] = Field(default_factory=dict)
+    replayer: dict[str, str] = Field(default_factory=dict)
 
     @property
     def choices(self) -> dict[PluginKind, dict[str, str]]:
         """The choices in the form that the registry takes."""
-        return {"provider": self.provider, "codec": self.codec, "backend": self.backend}
+        return {
+            "provider": self.provider,
+            "codec": self.codec,
+            "backend": self.backend,
+            "replayer": self.replayer,
+        }
 
 
 def _backend_form(value: object) -> str:

@@ -15,18 +15,20 @@ from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, log_prefix
+from penstock.core.log.replayed import digest_of, stored_step
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
     LoggedStep,
     NotLoggedError,
     StepWatch,
-    digest_of,
     has_only,
+    local_of,
     options_of,
     parameters_of,
     storages_of,
-    stored_step,
+    version_of,
 )
+from penstock.core.save.fence import address_of
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ManifestWriter
 from penstock.core.save.pending import Pending
@@ -117,13 +119,18 @@ class Recorder:
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._watch = StepWatch()
+        self._watch = StepWatch(registry.replayer)
         self._logs: list[_Log] = []
         self._last = -1
         self._logged = 0
         self._writing: _Writing | None = None
         self._known = Known()
-        self._stored: dict[ObjectPath, tuple[object, int | None]] = {}
+        # The memory and version of each parameter that no optimizer changes, as the log has it, and
+        # the source, so that no other memory gets the same address.
+        self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
+        self._at_base: dict[int, tuple[int, object]] = {}  # version and storage, by address
+        self.place = 0, 1
+        """The rank and the number of ranks."""
         self.ended = "no checkpoint was saved or restored yet"
         """Why steps are not logged; empty while they are."""
 
@@ -222,7 +229,8 @@ class Recorder:
             self._writing.flush()
 
     def _writer(self, uid: str, previous: bytes) -> SegmentWriter:
-        return SegmentWriter(self._backend, uid, 0, 1, previous=previous)
+        rank, world_size = self.place
+        return SegmentWriter(self._backend, uid, rank, world_size, previous=previous)
 
     def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
@@ -230,7 +238,16 @@ class Recorder:
         self._logged = 0
         self.ended = ""
         if "torch" in sys.modules:
-            self._watch.start(optimizers_of(state, self._registry).values())
+            optimizers = optimizers_of(state, self._registry).values()
+            self._watch.start(optimizers)
+            claimed = storages_of(optimizers)
+            modules = values_of(state, self._registry, "module").values()
+            frozen = [p for module in modules for p in module.parameters()]
+            self._at_base = {
+                address: (version_of(p), p.untyped_storage())
+                for p in map(local_of, frozen)
+                if (address := address_of(p)) and address not in claimed
+            }
 
     def _settle(self) -> None:
         """Keep the log since the newest checkpoint, and those before it until it is committed."""
@@ -286,6 +303,7 @@ class Recorder:
         options = {path: options_of(optimizer) for path, optimizer in optimizers.items()}
         claimed = storages_of(optimizers.values())
         rest = self._rest(description, claimed)
+        self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
 
     def _rest(self, description: Description, claimed: Collection[int]) -> list[StateObject | Node]:
@@ -298,21 +316,38 @@ class Recorder:
                 memory = entry.source.memory
                 if memory is not None and memory.storage in claimed:
                     continue
-                now = entry.source.memory, entry.source.version()
                 # Operations such as batch norm change buffers, and leave their version.
-                if entry.role is Role.PARAMETER and now[1] is not None:
-                    if self._stored.get(entry.path) == now:
-                        continue  # frozen: an earlier entry has it
-                    self._stored[entry.path] = now
+                if entry.role is Role.PARAMETER and self._is_stored(entry):
+                    continue
+                if entry.source.nbytes != entry.spec.nbytes:
+                    msg = f"{show_path(entry.path)} is sharded, and no optimizer changes it"
+                    raise NotLoggedError(msg)
                 rest.append(entry._replace(source=CopiedSource(entry.source)))
         return rest
+
+    def _is_stored(self, parameter: StateObject) -> bool:
+        """Return whether the base or an earlier entry has the parameter, and note it if not."""
+        memory, version = parameter.source.memory, parameter.source.version()
+        if memory is None or version is None:
+            return False
+        if parameter.path in self._stored:
+            stored = self._stored[parameter.path][0] == (memory, version)
+        else:
+            stored = self._at_base.get(memory.storage, (None, None))[0] == version
+        self._stored[parameter.path] = (memory, version), parameter.source
+        return stored
 
 
 def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     """Return the optimizers of torch in a state tree, by their shown path."""
+    return values_of(state, registry, "optimizer")
+
+
+def values_of(state: Mapping[str, Any], registry: Registry, provider: str) -> dict[str, Any]:
+    """Return the values in a state tree that a provider describes, by their shown path."""
     scan = Scan(registry.providers)
     scan.is_container(state, ())
-    return {show_path(f.path): f.value for f in scan.found if f.provider.name == "optimizer"}
+    return {show_path(f.path): f.value for f in scan.found if f.provider.name == provider}
 
 
 def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:

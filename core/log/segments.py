@@ -127,6 +127,15 @@ class StoredLog:
         return None
 
 
+def logs_of(backend: Backend, base: str) -> list[StoredLog]:
+    """Return the logs of all ranks since a checkpoint; empty if rank 0 has not logged."""
+    first = StoredLog(backend, base, 0)
+    if not first.entries:
+        return []
+    others = range(1, first.entries[0].header.world_size)
+    return [first, *(StoredLog(backend, base, rank) for rank in others)]
+
+
 def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> Iterator[StoredEntry]:
     at, previous = 0, None
     while at + HEADER_BYTES <= size:

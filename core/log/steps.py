@@ -1,4 +1,4 @@
-"""The steps of `torch.optim`: noted by hooks as they happen, and taken again in a replay.
+"""Notes the steps of optimizers as they happen.
 
 The global *post*-step hook sees the gradients that the step has used. A pre-step hook would miss
 what the optimizer's own hooks, a closure, or a fused step change.
@@ -8,31 +8,23 @@ Tested in `tests/integration/log/test_ends.py`.
 
 from __future__ import annotations
 
-import importlib
-import math
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
-
-import xxhash
 
 from penstock.core.errors import PenstockError
 from penstock.core.save.fence import address_of
+from penstock.core.save.hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
 
-_lock = threading.Lock()  # guards `_installed`
-_installed = False
-_watches: WeakSet[StepWatch] = WeakSet()
+    from penstock.core.abc import Replayer
 
-# All others evaluate a closure once, before they read the gradients.
-_NOT_REPLAYED = frozenset({"LBFGS"})
+_watches: WeakSet[StepWatch] = WeakSet()
 
 
 class NotLoggedError(PenstockError):
@@ -46,19 +38,21 @@ class LoggedStep:
     Attributes:
         key: The id of the optimizer.
         optimizer: The optimizer.
+        replayer: Takes its steps again.
+        captured: What the replayer needs besides gradients and options.
         grads: The gradient of each parameter of each group; None: it had none.
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
-        skipped: Whether a fused step under a gradient scaler found infinities, and did nothing.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
     """
 
     key: int
     optimizer: Any
+    replayer: Replayer
+    captured: Mapping[str, Any]
     grads: Sequence[Sequence[Any]]
     versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
-    skipped: bool
     digest: str = ""
 
     def keep(self) -> None:
@@ -87,12 +81,14 @@ class StepWatch:
     """Notes the steps since the last entry, and changes of parameters between steps.
 
     Attributes:
+        find: Returns the replayer of an optimizer; None if it has none.
         steps: The steps, in order.
         trouble: Why these steps cannot be logged.
         keeps: Whether to keep optimizers and gradients alive. Not before the first call of `log`:
             without it the memory would be held for nothing.
     """
 
+    find: Callable[[Any], Replayer | None]
     steps: list[LoggedStep] = field(default_factory=list)
     trouble: str = ""
     keeps: bool = False
@@ -102,7 +98,8 @@ class StepWatch:
         """Watch the steps of this process from now on, and changes of these optimizers."""
         self.clear()
         self._after = {id(optimizer): _marks(optimizer) for optimizer in optimizers}
-        _install()
+        before_steps(_before_step)
+        after_steps(_after_step)
         _watches.add(self)
 
     def stop(self) -> None:
@@ -137,28 +134,35 @@ class StepWatch:
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
-        if not self.trouble and any(step.key == id(optimizer) for step in self.steps):
-            self.trouble = f"{type(optimizer).__name__} stepped twice without a call of log"
-        self.trouble = self.trouble or _obstacle(optimizer)
-        if self.trouble:
+        self.trouble = self.trouble or self._obstacle(optimizer)
+        replayer = self.find(optimizer)
+        if self.trouble or replayer is None:
             self.steps = []
             return
         grads: list[list[Any]] = [
             [p.grad for p in group["params"]] for group in optimizer.param_groups
         ]
-        options = options_of(optimizer)
-        found_inf = getattr(optimizer, "found_inf", None)
-        skipped = found_inf is not None and bool(found_inf)
-        step = LoggedStep(id(optimizer), optimizer, grads, (), options, skipped)
+        captured, options = replayer.capture(optimizer), options_of(optimizer)
+        step = LoggedStep(id(optimizer), optimizer, replayer, captured, grads, (), options)
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
             return
-        step.versions = [*map(_version, step.tensors())]
+        step.versions = [*map(version_of, step.tensors())]
         if not self.keeps:
             step.optimizer = ref(optimizer)
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
         self.steps.append(step)
         self._after[id(optimizer)] = _marks(optimizer)
+
+    def _obstacle(self, optimizer: Optimizer) -> str:
+        """Return why the step that was just taken cannot be logged; empty if it can."""
+        kind = type(optimizer).__name__
+        if any(step.key == id(optimizer) for step in self.steps):
+            return f"{kind} stepped twice without a call of log"
+        replayer = self.find(optimizer)
+        if replayer is None:
+            return f"steps of {kind} cannot be replayed: no installed replayer handles it"
+        return replayer.obstacle(optimizer)
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -188,8 +192,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the addresses of the memory that these optimizers change, as far as they have any."""
-    tensors = (tensor for optimizer in optimizers for tensor in _tensors(optimizer))
-    return {address_of(_local(tensor)) for tensor in tensors} - {0}
+    tensors = (tensor for optimizer in optimizers for tensor in tensors_of(optimizer))
+    return {address_of(local_of(tensor)) for tensor in tensors} - {0}
 
 
 def has_only(value: object, parameters: Collection[int]) -> bool:
@@ -212,26 +216,23 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
     )
 
 
-def _obstacle(optimizer: Optimizer) -> str:
-    """Return why a step cannot be replayed; empty if it can."""
-    kind = type(optimizer)
-    if kind.__module__.split(".")[:2] != ["torch", "optim"] or kind.__name__ in _NOT_REPLAYED:
-        return f"steps of {kind.__name__} cannot be replayed"
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return f"{kind.__name__} is capturable: no hook runs when a CUDA graph replays its step"
-    return ""
+def local_of(tensor: Any) -> torch.Tensor:
+    """Return the tensor, or of a DTensor the part on this rank."""
+    local: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001 - without the copy of `to_local`
+    return local
 
 
-def _version(tensor: Any) -> int:
+def version_of(tensor: Any) -> int:
+    """Return the version of a tensor, which rises with each change in place."""
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
 
 
 def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
     """Return what changes with any change of the parameters and the state that torch sees."""
-    return [(id(tensor), _version(tensor)) for tensor in _tensors(optimizer)]
+    return [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
 
 
-def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield each parameter, and after it the tensors of its state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -239,24 +240,6 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             for _, item in sorted(optimizer.state.get(parameter, {}).items()):
                 if hasattr(item, "untyped_storage"):
                     yield item
-
-
-def _install() -> None:
-    global _installed  # noqa: PLW0603 - torch's registry is global too
-    with _lock:
-        if _installed:
-            return
-        from torch._compile import _disable_dynamo  # noqa: PLC0415 - torch is loaded only to log
-        from torch.optim.optimizer import (  # noqa: PLC0415 - as above
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
-        before: Any = _disable_dynamo(_before_step)
-        after: Any = _disable_dynamo(_after_step)
-        register_optimizer_step_pre_hook(before)
-        register_optimizer_step_post_hook(after)
-        _installed = True
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
@@ -267,155 +250,3 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
         watch.after(optimizer)
-
-
-# -- entries ---------------------------------------------------------------------------------------
-
-
-def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
-    """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
-
-    Raises:
-        NotLoggedError: A gradient was changed after the step.
-    """
-    import torch  # noqa: PLC0415 - as above
-
-    flat: dict[str, list[torch.Tensor]] = {}
-    layout: list[list[Any]] = []
-    with torch.no_grad():
-        for group in step.grads:
-            rows: list[Any] = []
-            for grad in group:
-                if grad is None:
-                    rows.append(None)
-                    continue
-                local = _local(grad)
-                dtype = str(local.dtype).removeprefix("torch.")
-                flat.setdefault(dtype, []).append(local.reshape(-1))
-                rows.append([dtype, list(local.shape)])
-            layout.append(rows)
-        grads = {
-            name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
-            for name, tensors in flat.items()
-        }
-    if [*map(_version, step.tensors())] != list(step.versions):
-        msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
-        raise NotLoggedError(msg)
-    return {
-        "optimizer": path,
-        "engine": engine_of(step.optimizer),
-        "skipped": step.skipped,
-        "digest": step.digest,
-        "options": list(step.options),
-        "layout": layout,
-        "grads": grads,
-    }
-
-
-def engine_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what decides the bits of a step, besides its inputs."""
-    import torch  # noqa: PLC0415 - as above
-
-    devices = {str(p.device.type) for g in optimizer.param_groups for p in g["params"]}
-    return {
-        "class": type(optimizer).__qualname__,
-        "torch": str(torch.__version__),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "devices": sorted(devices),
-    }
-
-
-def take_again(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
-    """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
-
-    Raises:
-        NotLoggedError: The optimizer cannot take this step, or has other bits after it.
-    """
-    engine = engine_of(optimizer)
-    if engine != stored["engine"]:
-        msg = f"{stored['optimizer']} stepped as {stored['engine']}, and would step as {engine}"
-        raise NotLoggedError(msg)
-    layout, groups = stored["layout"], optimizer.param_groups
-    if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
-        msg = f"{stored['optimizer']} has other groups of parameters than the log"
-        raise NotLoggedError(msg)
-    if stored["skipped"]:
-        return
-    left = dict(stored["grads"])
-    kept = [[p.grad for p in group["params"]] for group in groups]
-    before = [dict(group) for group in groups]
-    try:
-        for group, rows, options in zip(groups, layout, stored["options"], strict=True):
-            group.update(options)
-            for parameter, row in zip(group["params"], rows, strict=True):
-                parameter.grad = None if row is None else _grad(parameter, row, left)
-        with _without_hooks(optimizer):
-            optimizer.step()
-    finally:
-        for group, grads, old in zip(groups, kept, before, strict=True):
-            group.update(old)
-            for parameter, grad in zip(group["params"], grads, strict=True):
-                parameter.grad = grad
-    if stored["digest"] and stored["digest"] != digest_of(optimizer):
-        msg = f"{stored['optimizer']} has other bits after a logged step than it had in training"
-        raise NotLoggedError(msg)
-
-
-def digest_of(optimizer: Optimizer) -> str:
-    """Return the xxh3-128 of all parameters of an optimizer and their state."""
-    import torch  # noqa: PLC0415 - as above
-
-    digest = xxhash.xxh3_128()
-    with torch.no_grad():
-        for tensor in _tensors(optimizer):
-            flat = _local(tensor).detach().to("cpu").contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, or of a DTensor the part on this rank."""
-    local: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001 - without the copy of `to_local`
-    return local
-
-
-def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = row
-    count = math.prod(shape)
-    local, left[dtype] = left[dtype][:count], left[dtype][count:]
-    local = local.reshape(shape).to(parameter.device)
-    if hasattr(parameter, "_local_tensor"):
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where it is used
-
-        mesh, placements = parameter.device_mesh, parameter.placements
-        size, stride = parameter.size(), parameter.stride()
-        made: Any = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
-        return cast("torch.Tensor", made)
-    if tuple(shape) != tuple(parameter.shape):
-        msg = (
-            f"a gradient of the log has shape {list(shape)}, its parameter {list(parameter.shape)}"
-        )
-        raise NotLoggedError(msg)
-    return cast("torch.Tensor", local)
-
-
-@contextmanager
-def _without_hooks(optimizer: Any) -> Iterator[None]:
-    """Run no hook of this optimizer, and no global one."""
-    module = importlib.import_module("torch.optim.optimizer")
-
-    own, every = vars(optimizer), vars(module)
-    dicts = [
-        own["_optimizer_step_pre_hooks"],
-        own["_optimizer_step_post_hooks"],
-        every["_global_optimizer_pre_hooks"],
-        every["_global_optimizer_post_hooks"],
-    ]
-    kept = [dict(hooks) for hooks in dicts]
-    for hooks in dicts:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, old in zip(dicts, kept, strict=True):
-            hooks.update(old)

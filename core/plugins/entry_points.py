@@ -24,6 +24,7 @@ from penstock.core.abc import (
     CodecContext,
     CodecOutput,
     PluginConfig,
+    Replayer,
     StateProvider,
     says_its_version,
 )
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from importlib.metadata import Distribution, EntryPoint
 
-PluginKind: TypeAlias = Literal["provider", "codec", "backend"]
+PluginKind: TypeAlias = Literal["provider", "codec", "backend", "replayer"]
 
 GROUPS: dict[PluginKind, str] = {
     "provider": "penstock.providers",
     "codec": "penstock.codecs",
     "backend": "penstock.backends",
+    "replayer": "penstock.replayers",
 }
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -115,7 +117,7 @@ def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str)
 
     Args:
         cls: The object loaded from an entry point.
-        contract: `StateProvider`, `Codec` or `Backend`.
+        contract: `StateProvider`, `Codec`, `Backend` or `Replayer`.
         name: Name of the entry point.
         distribution: The distribution to upgrade if the plugin is for an older contract.
     """
@@ -197,7 +199,7 @@ def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | Non
 
 def default_arguments(cls: type, /) -> tuple[object, ...] | None:
     """Return arguments for an instance of `cls` without configuration; None if it needs options."""
-    if issubclass(cls, StateProvider):
+    if issubclass(cls, (StateProvider, Replayer)):
         return ()
     try:
         return (cls.Config(),)  # type: ignore[attr-defined] # the class was checked
@@ -219,6 +221,8 @@ def breach_of_instance(plugin: object, /) -> str | None:
         return _breach_of_codec(plugin)
     if isinstance(plugin, Backend):
         return _breach_of_backend(plugin)
+    if isinstance(plugin, Replayer) and type(answer := plugin.handles(object())) is not bool:
+        return f"returned {answer!r} from handles: it must be True or False"
     return None
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from penstock.core.abc import Backend, Codec, StateProvider
+from penstock.core.abc import Backend, Codec, Replayer, StateProvider
 from penstock.core.abc.provider import breach_of_priority
 from penstock.core.config.explain import validated
 from penstock.core.distributions import installed_only
@@ -49,10 +49,11 @@ _CONTRACTS: dict[PluginKind, type] = {
     "provider": StateProvider,
     "codec": Codec,
     "backend": Backend,
+    "replayer": Replayer,
 }
 
 Preferences: TypeAlias = "Mapping[PluginKind, Mapping[str, str]]"
-PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend")
+PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend | Replayer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Registry:
         self._by_kind: dict[PluginKind, dict[str, list[EntryPoint]]] = {}
         self._loaded: dict[EntryPoint, type | PluginError] = {}
         self._providers: ProviderSet | None = None
+        self._replayers: list[Replayer] | None = None
 
     # -- contents -------------------------------------------------------------------------------
 
@@ -108,13 +110,13 @@ class Registry:
         return bool(self._registered)
 
     def register(self, cls: type[PluginClass], /, *, replace: bool = False) -> type[PluginClass]:
-        """Add a provider, codec or backend that is not installed; may be used as a decorator.
+        """Add a plugin that is not installed; may be used as a decorator.
 
         Only this registry knows the class: a process that reads data written with it has to
         register it, or have it installed, under the same name.
 
         Args:
-            cls: A class under one of the three contracts, registered under its `name`.
+            cls: A class under one of the contracts, registered under its `name`.
             replace: Whether the class replaces another class of that name.
 
         Raises:
@@ -142,8 +144,7 @@ class Registry:
             self._registered[kind, name] = entry
             self._loaded[entry] = cls
             self._entries(kind)[name] = [entry]
-            if kind == "provider":
-                self._providers = None
+            self._providers = self._replayers = None
         return cls
 
     def prefer(self, choices: Preferences, /) -> None:
@@ -152,7 +153,7 @@ class Registry:
             for kind, names in choices.items():
                 for name, chosen in names.items():
                     self._preferred[kind, name] = chosen
-            self._providers = None
+            self._providers = self._replayers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
         """Return a registry with these choices; this registry if there are none."""
@@ -272,8 +273,20 @@ class Registry:
         """
         with self._lock:
             if self._providers is None:
-                self._providers = ProviderSet(self._all_providers())
+                self._providers = ProviderSet(self._all("provider"))
             return self._providers
+
+    def replayer(self, optimizer: object, /) -> Replayer | None:
+        """Return the replayer that handles an optimizer, a third party's first; None if none does.
+
+        Leaves out broken ones, as `providers`.
+        """
+        with self._lock:
+            if self._replayers is None:
+                found = self._all("replayer")
+                ours = {name for name in found if is_ours(self._only("replayer", name))}
+                self._replayers = [found[name][0] for name in sorted(found, key=ours.__contains__)]
+        return next((r for r in self._replayers if r.handles(optimizer)), None)
 
     def names(self, kind: PluginKind, /) -> list[str]:
         """Return the entry-point names of one kind, sorted; loads nothing."""
@@ -306,19 +319,18 @@ class Registry:
                 known = self._by_kind.setdefault(kind, by_name(self._given, kind))
         return known
 
-    def _all_providers(self) -> dict[str, tuple[StateProvider, str]]:
-        found: dict[str, tuple[StateProvider, str]] = {}
-        for name in self.names("provider"):
-            entry = self._only("provider", name)
+    def _all(self, kind: PluginKind) -> dict[str, tuple[Any, str]]:
+        found: dict[str, tuple[Any, str]] = {}
+        for name in self.names(kind):
+            entry = self._only(kind, name)
             try:
-                cls = cast("type[StateProvider]", self._load("provider", entry))
-                provider = self._create("provider", name, cls)
+                plugin = self._create(kind, name, self._load(kind, entry))
             except PluginError as error:
                 if is_ours(entry):
                     raise
                 logger.warning("%s; continuing without it", error)
             else:
-                found[name] = (provider, distribution(entry))
+                found[name] = (plugin, distribution(entry))
         return found
 
     def _class(self, kind: PluginKind, name: str) -> type:

@@ -63,7 +63,7 @@ _TO_BE_EQUAL = {
 
 _PAST = {"restore": "restored", "load": "loaded"}
 
-_LAST = frozenset(
+LAST_STEPS = frozenset(
     {Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_STOPPED, Step.REPORT_UNKNOWN, None}
 )
 """The steps that end a round; None: it ended without any."""
@@ -86,9 +86,11 @@ class RestoreTogether(Generic[T]):
         attempt: Restores an open checkpoint on this rank.
         templates: The templates of all ranks, for `attempt`; None: there are none.
         tell: Returns what rank 0 learns about the result of `attempt`, at most some KiB.
+        has_log: Returns whether a log continues the checkpoint with a uid; called on rank 0.
         sharing: What the ranks read once and share; rank 0's counts.
         network: The network between hosts, as in `JobReading`.
         told: On rank 0, after `run`: the posts of the others, by rank.
+        logged: After `run`: what `has_log` has returned.
     """
 
     group: RankGroup
@@ -101,9 +103,11 @@ class RestoreTogether(Generic[T]):
     attempt: Callable[[Opened], T]
     templates: TemplatesOfRanks | None = None
     tell: Callable[[T], Mapping[str, Any]] = lambda _: {}
+    has_log: Callable[[str], bool] = lambda _: False
     sharing: Sharing
     network: str | None
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    logged: bool = field(default=False, init=False)
     _asked: Mapping[str, Any] = field(init=False)
     _tried: Candidates | None = field(default=None, init=False)
     _chosen: Opened | None = field(default=None, init=False)
@@ -182,11 +186,12 @@ class RestoreTogether(Generic[T]):
             self._fail(session, self._error)
         elif self.group.place.rank == 0:
             self._lead(session)
-        while (step := session.next_step()) not in _LAST:
+        while (step := session.next_step()) not in LAST_STEPS:
             if step is Step.WORK:
                 self._work(session, results)
         if step is Step.DONE:
             self.told = round_.others.parts
+            self.logged = bool(round_.terms["logged"])
             if self.templates is not None:
                 self.templates.end()
             return results[0], tuple(round_.terms["skipped"])
@@ -209,6 +214,7 @@ class RestoreTogether(Generic[T]):
                 "step": record.step,
                 "uid": record.uid,
                 "skipped": self._tried.skipped[-_MOST_SKIPPED:],
+                "logged": self.has_log(record.uid),
             }
             session.tell(lambda round_: round_.go(terms))
         except Exception as error:  # noqa: BLE001 - raised when all others know

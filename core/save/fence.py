@@ -1,16 +1,12 @@
-"""Holds back every optimizer step while a capture is pending.
-
-torch has one global pre-step hook per process: it fires through wrappers, for optimizers outside
-the tree, and for those that step inside backward. It is installed once and stays: removing it from
-another thread would change the dict that torch iterates over.
-"""
+"""Holds back every optimizer step while a capture is pending."""
 
 from __future__ import annotations
 
 import os
-import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from penstock.core.save.hooks import before_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,32 +16,13 @@ if TYPE_CHECKING:
 
     from penstock.core.save.job import SaveJob
 
-# Guards `_installed`. The lock is reentrant, since a signal handler that saves may interrupt the
-# training thread in any of these functions. `_pending` needs no lock: its calls are atomic.
-_lock = threading.RLock()
-_pending: dict[SaveJob, float] = {}
-_installed = False
+_pending: dict[SaveJob, float] = {}  # needs no lock: its calls are atomic
 
 
 def arm(job: SaveJob, timeout_s: float) -> None:
     """Make optimizers wait for `job`'s capture, each time at most `timeout_s` seconds."""
-    global _installed  # noqa: PLW0603 - torch's registry is global too
     _pending[job] = timeout_s
-    with _lock:
-        if not _installed:
-            from torch._compile import (  # noqa: PLC0415 - torch is loaded only to save
-                _disable_dynamo,
-            )
-            from torch.optim.optimizer import (  # noqa: PLC0415 - as above
-                register_optimizer_step_pre_hook,
-            )
-
-            # torch.compile would trace the hook into the step that it compiles. Unlike
-            # `torch.compiler.disable`, which takes seconds, this imports dynamo only at the first
-            # step; creating the optimizer has imported it by then.
-            hook: Any = _disable_dynamo(_before_step)
-            register_optimizer_step_pre_hook(hook)
-            _installed = True
+    before_steps(_before_step)
 
 
 def disarm(job: SaveJob) -> None:
@@ -101,11 +78,5 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _disarm_child() -> None:
-    """Forget all captures: a forked child has none of the threads that would finish them."""
-    global _lock  # noqa: PLW0603 - the parent may hold its lock at this moment
-    _lock = threading.RLock()
-    _pending.clear()
-
-
-os.register_at_fork(after_in_child=_disarm_child)
+# A forked child has none of the threads that would finish the captures.
+os.register_at_fork(after_in_child=_pending.clear)

@@ -13,7 +13,7 @@ from tests.integration.support import memory
 from tests.integration.training import Gate, Held, held_at_fence, held_checkpointer
 from torch.optim import optimizer as torch_optimizer
 
-from penstock.core.save import fence
+from penstock.core.save import fence, hooks
 
 
 class Outside:
@@ -153,7 +153,7 @@ def test_the_hook_is_installed_without_torchs_compiler():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_not_fenced_even_if_the_lock_was_held(ckpt, outside):
     hold, handle = pending_save(ckpt)
-    with fence._lock:
+    with hooks._lock:
         child = os.fork()
         if child == 0:
             signal.alarm(10)  # rather than hang

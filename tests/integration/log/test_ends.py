@@ -75,7 +75,7 @@ def test_log_ends_by_name_and_the_next_save_begins_another(tmp_path, caplog, act
     with ckpt:
         act(training)
         ckpt.log(training.state, 3)
-        ckpt._recorder.flush()
+        ckpt._log.recorder.flush()
         assert reason in caplog.text
         assert ckpt.latest() == 2
         training.step()

@@ -1,0 +1,197 @@
+"""Logged steps as trees to store, and taken again from these.
+
+Tested in `tests/integration/log/test_replay.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import xxhash
+
+from penstock.core.log.steps import NotLoggedError, local_of, tensors_of, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+    from torch.optim import Optimizer
+
+    from penstock.core.abc import Replayer
+    from penstock.core.log.steps import LoggedStep
+
+
+def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
+    """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
+
+    Raises:
+        NotLoggedError: A gradient was changed after the step.
+    """
+    import torch  # noqa: PLC0415 - torch is loaded only to log
+
+    flat: dict[str, list[torch.Tensor]] = {}
+    layout: list[list[Any]] = []
+    with torch.no_grad():
+        for group in step.grads:
+            rows: list[Any] = []
+            for grad in group:
+                if grad is None:
+                    rows.append(None)
+                    continue
+                local = local_of(grad)
+                dtype = str(local.dtype).removeprefix("torch.")
+                flat.setdefault(dtype, []).append(local.reshape(-1))
+                # Fused steps expect the strides of the parameter.
+                stride = [] if local.is_contiguous() else list(local.stride())
+                rows.append([dtype, list(local.shape), stride])
+            layout.append(rows)
+        grads = {
+            name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
+            for name, tensors in flat.items()
+        }
+    if [*map(version_of, step.tensors())] != list(step.versions):
+        msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
+        raise NotLoggedError(msg)
+    return {
+        "optimizer": path,
+        "engine": engine_of(step.optimizer, step.replayer),
+        "captured": dict(step.captured),
+        "digest": step.digest,
+        "options": list(step.options),
+        "layout": layout,
+        "grads": grads,
+    }
+
+
+def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
+    """Return what decides the bits of a step, besides its inputs."""
+    import torch  # noqa: PLC0415 - as above
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    engine = {
+        "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "replayer": f"{replayer.name} {replayer.version}",
+        "torch": str(torch.__version__),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "devices": sorted({_device_name(device) for device in {p.device for p in parameters}}),
+        **replayer.engine(optimizer),
+    }
+    cuts = [_cut(p) for p in parameters if hasattr(p, "_local_tensor")]
+    if cuts:
+        engine["cut"] = xxhash.xxh3_128_hexdigest(repr(cuts).encode())
+    return engine
+
+
+def _device_name(device: torch.device) -> str:
+    import torch  # noqa: PLC0415 - as above
+
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{'hip' if torch.version.hip else 'cuda'} {major}.{minor}"
+
+
+def _cut(parameter: Any) -> object:
+    """Return which part of a DTensor this rank has."""
+    mesh = parameter.device_mesh
+    return tuple(parameter.shape), str(parameter.placements), mesh.shape, mesh.get_coordinate()
+
+
+def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, Any]) -> None:
+    """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
+
+    Raises:
+        NotLoggedError: The optimizer cannot take this step, or has other bits after it.
+    """
+    name, engine = stored["optimizer"], engine_of(optimizer, replayer)
+    differing = [key for key in {**engine, **stored["engine"]}
+                 if engine.get(key) != stored["engine"].get(key)]  # fmt: skip
+    if differing:
+        facts = [f"{key} {stored['engine'].get(key)}, now {engine.get(key)}" for key in differing]
+        msg = f"{name} does not step here as it did in training: {'; '.join(facts)}"
+        raise NotLoggedError(msg)
+    layout, groups = stored["layout"], optimizer.param_groups
+    if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
+        msg = f"{name} has other groups of parameters than the log"
+        raise NotLoggedError(msg)
+    left = dict(stored["grads"])
+    kept = [[p.grad for p in group["params"]] for group in groups]
+    before = [dict(group) for group in groups]
+    try:
+        for group, rows, options in zip(groups, layout, stored["options"], strict=True):
+            group.update(options)
+            for parameter, row in zip(group["params"], rows, strict=True):
+                parameter.grad = None if row is None else _grad(parameter, row, left)
+        with _without_hooks(optimizer):
+            replayer.step(optimizer, stored["captured"])
+    finally:
+        for group, grads, old in zip(groups, kept, before, strict=True):
+            group.update(old)
+            for parameter, grad in zip(group["params"], grads, strict=True):
+                parameter.grad = grad
+    if stored["digest"] and stored["digest"] != digest_of(optimizer):
+        msg = f"{name} has other bits after a logged step than it had in training"
+        raise NotLoggedError(msg)
+
+
+def digest_of(optimizer: Optimizer) -> str:
+    """Return the xxh3-128 of all parameters of an optimizer and their state."""
+    import torch  # noqa: PLC0415 - as above
+
+    digest = xxhash.xxh3_128()
+    with torch.no_grad():
+        for tensor in tensors_of(optimizer):
+            flat = local_of(tensor).detach().to("cpu").contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
+    """Cut a gradient off the flat tensors, as the optimizer had it."""
+    import torch  # noqa: PLC0415 - as above
+
+    dtype, shape, stride = row
+    here = list(local_of(parameter).shape)
+    if shape != here:
+        msg = f"a gradient of the log has shape {shape}, its parameter {here}"
+        raise NotLoggedError(msg)
+    count = math.prod(shape)
+    local, left[dtype] = left[dtype][:count], left[dtype][count:]
+    local = local.reshape(shape).to(parameter.device)
+    if stride and 0 not in stride:
+        contiguous = local
+        local = torch.empty_strided(shape, stride, dtype=local.dtype, device=local.device)
+        local.copy_(contiguous)
+    if hasattr(parameter, "_local_tensor"):
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where it is used
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        size, stride = parameter.size(), parameter.stride()
+        made: Any = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)
+        return cast("torch.Tensor", made)
+    return cast("torch.Tensor", local)
+
+
+@contextmanager
+def _without_hooks(optimizer: Any) -> Iterator[None]:
+    """Run no hook of this optimizer, and no global one."""
+    module = importlib.import_module("torch.optim.optimizer")
+
+    own, every = vars(optimizer), vars(module)
+    dicts = [
+        own["_optimizer_step_pre_hooks"],
+        own["_optimizer_step_post_hooks"],
+        every["_global_optimizer_pre_hooks"],
+        every["_global_optimizer_post_hooks"],
+    ]
+    kept = [dict(hooks) for hooks in dicts]
+    for hooks in dicts:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, old in zip(dicts, kept, strict=True):
+            hooks.update(old)

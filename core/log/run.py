@@ -1,0 +1,259 @@
+"""The log of a run: begun by saves and restores, replayed by restores.
+
+Tested in `tests/integration/log/test_replay.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    RestoreError,
+)
+from penstock.core.format.segment import log_prefix
+from penstock.core.log.recorder import Recorder
+from penstock.core.log.replay import LogReplay
+from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.log.steps import NotLoggedError
+from penstock.core.log.together import replay_together
+from penstock.core.types import valid_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.segments import StoredEntry
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.ranks.group import RanksOfJob
+    from penstock.core.reader import Reader
+    from penstock.core.reporting.reports import RestoreReport
+    from penstock.core.save.job import SaveJob
+
+log = logging.getLogger("penstock")
+
+
+class RunLog:
+    """What a checkpointer does about the log of its run. For the training thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        reader: Reader,
+        *,
+        config: CheckpointerConfig,
+        registry: Registry,
+        workers: Workers,
+        ranks: RanksOfJob,
+    ) -> None:
+        """Prepare; nothing is read or watched yet.
+
+        Args:
+            backend: The store.
+            reader: Reads its checkpoints.
+            config: Whether pickles may be stored and loaded, and how long a store may be stuck.
+            registry: Finds providers, codecs and replayers.
+            workers: The threads.
+            ranks: The ranks that train together.
+        """
+        self._backend = backend
+        self._reader = reader
+        self._ranks = ranks
+        self._replay = LogReplay(backend, config, registry, workers)
+        self.recorder = Recorder(backend, config, registry, workers)
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self._reader.catalog
+
+    def may_log(self) -> bool:
+        """Return whether steps of this run can be logged: not with tiers."""
+        try:
+            self._ranks.place()
+        except ConfigError:  # several ranks that do not find each other
+            return False
+        return not self._backend.tiers
+
+    def begin_after_save(self, job: SaveJob, state: Mapping[str, Any]) -> None:
+        """Log what follows a save."""
+        if self.may_log():
+            self.recorder.place = self._place()
+            handle = job.handle
+            self.recorder.begin_after_save(job.uid, handle.step, state, handle.committed)
+
+    def log(self, state: Mapping[str, Any], step: int) -> bool:
+        """See `Checkpointer.log`."""
+        if not self.may_log():
+            msg = "a run with tiers cannot log steps yet"
+            raise ConfigError(msg)
+        return self.recorder.log(state, step)
+
+    def latest(self) -> int | None:
+        """Return the newest step that is saved or logged; None if there is none."""
+        newest = self._catalog.latest()
+        if newest is None or not self.may_log():
+            return newest
+        logs = self._logs_after(newest)
+        logged = [log.latest() for log in logs]
+        return newest if None in logged else min((s for s in logged if s), default=newest)
+
+    def forget(self, step: int) -> None:
+        """Delete the log after `step`, from which training continues."""
+        if self.may_log():
+            with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
+                self.recorder.forget(self._catalog.record(step).uid)
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str,
+        restore: Callable[[int | str], RestoreReport],
+        *,
+        whole: bool,
+    ) -> RestoreReport:
+        """Restore a checkpoint, and replay the log that leads from it to `step`.
+
+        Args:
+            state: The template.
+            step: A step, or `"latest"`.
+            restore: Restores the checkpoint of a step.
+            whole: Whether it restores everything; else nothing is replayed.
+        """
+        if not self.may_log():
+            return restore(step)
+        self.recorder.flush()
+        report, until = self._restore_base(step, restore)
+        try:
+            report, last = self._replay_onto(report, state, until, whole=whole)
+        except NotLoggedError as error:
+            report, last = restore(report.step) if whole else report, None
+            if isinstance(step, int):
+                msg = f"step {step} cannot be replayed; the state has step {report.step}: {error}"
+                raise RestoreError(msg) from error
+            lost = max((log.steps[-1] for log in self._logs_after(report.step)), default=step)
+            log.warning(
+                "the log cannot be replayed to step %s, so step %d is restored: %s",
+                lost, report.step, str(error),
+            )  # fmt: skip
+        self.recorder.place = self._place()
+        left_out = report.missing or report.unexpected or report.cast or report.mismatched
+        if not whole or left_out:
+            self.recorder.pause("only a part of the checkpoint was restored: save first")
+        elif last is None:
+            self.recorder.begin_after_restore(report.uid, report.step, state)
+        else:
+            digest = last.header.digest
+            self.recorder.begin_after_restore(report.uid, report.step, state, previous=digest)
+        return report
+
+    @contextlib.contextmanager
+    def noting(self, step: int | str) -> Iterator[None]:
+        """Add a note to the error for a step that is logged, but not saved."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            base = self._base_of(step)
+            if base is not None:
+                error.add_note(
+                    f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
+                    f"a template, save it then; step {base} is saved."
+                )
+            raise
+
+    def _restore_base(
+        self, step: int | str, restore: Callable[[int | str], RestoreReport]
+    ) -> tuple[RestoreReport, int | None]:
+        """Restore the checkpoint at or before `step`.
+
+        Returns:
+            The report, and the last step to replay: 0 for none, None for all.
+        """
+        try:
+            report = restore(step)
+        except CheckpointGoneError:
+            raise
+        except CheckpointNotFoundError:
+            base = self._base_of(step)
+            if base is None:
+                raise
+            return restore(base), valid_step(step)
+        return report, 0 if step != "latest" or report.fell_back_from else None
+
+    def _replay_onto(
+        self, report: RestoreReport, state: Mapping[str, Any], until: int | None, *, whole: bool
+    ) -> tuple[RestoreReport, StoredEntry | None]:
+        """Replay the log of a restored checkpoint; also return the last entry, if any.
+
+        Raises:
+            NotLoggedError: It cannot be replayed; some steps may have been taken.
+        """
+        group = self._ranks.of_restore()
+        logged = has_log(self._backend, report.uid) if group is None else self._reader.logged
+        if until == 0 or not logged:
+            return report, None
+        if not whole:
+            msg = "only the whole state can be replayed"
+            raise NotLoggedError(msg)
+        rank, world_size = self._place()
+        entries = StoredLog(self._backend, report.uid, rank).whole(up_to=until)
+        if entries and entries[0].header.world_size != world_size:
+            msg = f"{entries[0].header.world_size} ranks have logged, and {world_size} restore"
+            raise NotLoggedError(msg)
+        seconds = 0.0
+
+        def replay(last: int, moved: Callable[[], None]) -> Sequence[StoredEntry]:
+            nonlocal seconds
+            chosen = [entry for entry in entries if entry.header.step <= last]
+            if until is not None and last < until:
+                msg = f"its entries end at step {last}, before step {until}"
+                raise NotLoggedError(msg)
+            if last > report.step and (not chosen or chosen[-1].header.step != last):
+                msg = f"rank {rank} has not logged step {last}"
+                raise NotLoggedError(msg)
+            if chosen:
+                seconds = self._replay.replay(state, chosen, moved)
+            return chosen
+
+        newest = entries[-1].header.step if entries else report.step
+        if group is None:
+            chosen = replay(newest, lambda: None)
+        else:
+            chosen = replay_together(group, newest, replay)
+        if not chosen:
+            return report, None
+        times = {**report.seconds, "replay": seconds}
+        step = chosen[-1].header.step
+        report = replace(report, step=step, replayed_steps=len(chosen), seconds=times)
+        return report, chosen[-1]
+
+    def _base_of(self, step: int | str) -> int | None:
+        """Return the saved step whose log has `step`; None if there is none."""
+        if not isinstance(step, int) or not self.may_log():
+            return None
+        base = max((s for s in self._catalog.steps() if s < step), default=None)
+        if base is None:
+            return None
+        logs = self._logs_after(base)
+        return base if logs and all(step in log.steps for log in logs) else None
+
+    def _logs_after(self, step: int) -> Sequence[StoredLog]:
+        self.recorder.flush()
+        return logs_of(self._backend, self._catalog.record(step).uid)
+
+    def _place(self) -> tuple[int, int]:
+        place = self._ranks.place()
+        return (0, 1) if place is None else (place.rank, place.world_size)
+
+
+def has_log(backend: Backend, uid: str) -> bool:
+    """Return whether a log continues the checkpoint with this uid."""
+    return bool(backend.list(log_prefix(uid)))

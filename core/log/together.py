@@ -1,0 +1,107 @@
+"""Replays the logs of all ranks to one step: either all ranks replay, or none counts it.
+
+Tested in `tests/integration/log/test_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.core.errors import CoordinationError, DamagedError, PenstockError, RankError
+from penstock.core.log.steps import NotLoggedError
+from penstock.core.ranks.group import cause_of
+from penstock.core.ranks.session import RankSession
+from penstock.core.restore.together import LAST_STEPS
+from penstock.core.rounds.round import RestoreRound
+from penstock.core.rounds.table import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.core.ranks.group import RankGroup
+
+T = TypeVar("T")
+
+_NOT_EXACT = "cannot replay its log: "
+"""How the cause of a rank begins whose log is at fault, and not its process or the store."""
+
+
+def replay_together(
+    group: RankGroup, last: int, replay: Callable[[int, Callable[[], None]], T]
+) -> T:
+    """Replay on this rank, and wait until all ranks have replayed.
+
+    Args:
+        group: The ranks.
+        last: The last step that this rank's log has whole, or the step of the base.
+        replay: Replays this rank's log to a step, the last one that all ranks have. Calls its
+            second argument after each entry.
+
+    Raises:
+        NotLoggedError: A rank cannot replay its log; on all ranks.
+        PenstockError: This rank failed.
+        RankError: Another rank failed.
+        CoordinationError: This rank has replayed, but cannot learn whether all have.
+    """
+    round_ = RestoreRound(
+        group.place, group.next_number(), timeout_s=group.timeout_s, timing=group.timing
+    )
+    round_.arrive({"logged": last})
+    session = RankSession(group, round_)
+    session.start()
+    try:
+        if group.place.rank == 0:
+            _lead(session, last)
+        return _follow(session, replay)
+    finally:
+        session.finish()
+
+
+def _lead(session: RankSession[RestoreRound], last: int) -> None:
+    """Choose the step once all ranks are here."""
+    while not session.wait_all_here(session.group.timing.rank_poll_s):
+        if session.has_news:
+            return
+    posts = session.tell(lambda round_: dict(round_.others.arrived))
+    until = min([last, *(post["logged"] for post in posts.values())])
+    session.tell(lambda round_: round_.go({"until": until}))
+
+
+def _follow(
+    session: RankSession[RestoreRound], replay: Callable[[int, Callable[[], None]], T]
+) -> T:
+    results: list[T] = []
+    error: BaseException | None = None
+    while (step := session.next_step()) not in LAST_STEPS:
+        if step is not Step.WORK:
+            continue
+        try:
+            results.append(replay(session.round.terms["until"], lambda: session.moved(0, 0)))
+            session.tell(lambda round_: round_.seal({}))
+        except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
+            error = failure
+            cause = _cause(failure)
+            session.tell(lambda round_, cause=cause: round_.fail(cause))  # type: ignore[misc]
+    if step is Step.DONE:
+        return results[0]
+    raise error or _failure(session)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, (NotLoggedError, DamagedError)):
+        return _NOT_EXACT + " ".join(str(error).split())
+    return cause_of(error)
+
+
+def _failure(session: RankSession[RestoreRound]) -> PenstockError:
+    verdict = session.round.verdict
+    if verdict is not None and verdict.cause.startswith(_NOT_EXACT):
+        return NotLoggedError(f"rank {verdict.rank} {verdict.cause}")
+    error: RankError | None = session.abort_error("the log was not replayed", own=True)
+    if error is not None:
+        return error
+    msg = (
+        "it is not known whether all ranks have replayed the log, because the store of the job "
+        "cannot be reached: restart the job"
+    )
+    return CoordinationError(msg)

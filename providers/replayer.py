@@ -1,0 +1,55 @@
+"""The replayer of `torch.optim`.
+
+Tested in `tests/integration/log/test_replay.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from penstock.core.abc import Replayer, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Unfused, these compute each element from its own gradient and state.
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    }
+)  # fmt: skip
+
+
+class TorchReplayer(Replayer):
+    """Replays every optimizer of `torch.optim` but `LBFGS`, which evaluates its closure often."""
+
+    name: ClassVar[str] = "torch"
+
+    def handles(self, optimizer: Any, /) -> bool:
+        """Return whether it is one of torch's own classes: a subclass may do anything."""
+        kind = type(optimizer)
+        return kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ != "LBFGS"
+
+    def obstacle(self, optimizer: Any, /) -> str:
+        """Return why a step cannot be replayed."""
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            name = type(optimizer).__name__
+            return f"{name} is capturable: no hook runs when a CUDA graph replays its step"
+        return ""
+
+    def unit(self, optimizer: Any, /) -> Unit:
+        """Return the parameter for fused kernels, whose bits depend on the cut by vector width."""
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        elementwise = type(optimizer).__name__ in _ELEMENTWISE and not fused
+        return Unit.ELEMENT if elementwise else Unit.PARAMETER
+
+    def capture(self, optimizer: Any, /) -> Mapping[str, Any]:
+        """Return whether a fused step under a gradient scaler found infinities and did nothing."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        return {"skipped": found_inf is not None and bool(found_inf)}
+
+    def step(self, optimizer: Any, captured: Mapping[str, Any], /) -> None:
+        """Take a step again, unless it did nothing."""
+        if not captured["skipped"]:
+            optimizer.step()
