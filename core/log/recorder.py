@@ -273,6 +273,9 @@ class Recorder:
 
     def _entry(self, state: Mapping[str, Any], number: int) -> _Entry:
         steps = self._watch.steps
+        strangers = [
+            optimizer for known in self._watch.strangers.values() if (optimizer := known())
+        ]
         try:
             self._watch.check()
         finally:
@@ -291,17 +294,16 @@ class Recorder:
         )
         self._known = known
         paths = {id(optimizer): path for path, optimizer in optimizers.items()}
-        named = []
-        for step in steps:
-            path = paths.get(id(step.optimizer))
-            if path is None:
-                if _shares_memory(step, description):
-                    msg = f"{type(step.optimizer).__name__}, which is not in the state, changed it"
-                    raise NotLoggedError(msg)
-                continue
-            named.append((path, step))
+        strangers += [s.optimizer for s in steps if id(s.optimizer) not in paths]
+        named = [(paths[id(s.optimizer)], s) for s in steps if id(s.optimizer) in paths]
         options = {path: options_of(optimizer) for path, optimizer in optimizers.items()}
         claimed = storages_of(optimizers.values())
+        memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
+        inside = claimed | {memory.storage for memory in memories if memory is not None}
+        for optimizer in strangers:
+            if not inside.isdisjoint(storages_of([optimizer])):
+                msg = f"{type(optimizer).__name__}, which is not in the state, changed it"
+                raise NotLoggedError(msg)
         rest = self._rest(description, claimed)
         self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
@@ -459,10 +461,3 @@ class _Writing:
             return {name: backend.read_record(name, limit_bytes=1 << 62) for name in names}
         finally:
             backend.close()
-
-
-def _shares_memory(step: LoggedStep, description: Description) -> bool:
-    """Return whether an optimizer outside the state has changed something in it."""
-    memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
-    inside = {memory.storage for memory in memories if memory is not None}
-    return not inside.isdisjoint(storages_of([step.optimizer]))

@@ -130,7 +130,11 @@ class LogReplay:
         """Restore the objects that no optimizer changes, each from the last entry that has it."""
         restored = set()
         for number, entry in enumerate(reversed(opened)):
-            objects = [o for o in entry.contents.objects() if o.path[0] == STATE]
+            objects = [
+                o for o in entry.contents.objects() if o.path[0] == STATE and len(o.path) > 1
+            ]
+            if not objects:  # the optimizers change everything
+                continue
             if number == 0:
                 self._restore(state, entry, Selection([f"{STATE}/**"]))
             else:  # a parameter is in an entry only if it changed

@@ -15,6 +15,7 @@ from penstock.core.errors import (
     CheckpointNotFoundError,
     ConfigError,
     DamagedError,
+    PenstockError,
     RestoreError,
 )
 from penstock.core.format.segment import log_prefix
@@ -203,27 +204,19 @@ class RunLog:
         if not whole:
             msg = "only the whole state can be replayed"
             raise NotLoggedError(msg)
-        rank, world_size = self._place()
-        entries = StoredLog(self._backend, report.uid, rank).whole(up_to=until)
-        if entries and entries[0].header.world_size != world_size:
-            msg = f"{entries[0].header.world_size} ranks have logged, and {world_size} restore"
-            raise NotLoggedError(msg)
+        own = self._own_log(report.uid, until)
         seconds = 0.0
 
         def replay(last: int, moved: Callable[[], None]) -> Sequence[StoredEntry]:
             nonlocal seconds
-            chosen = [entry for entry in entries if entry.header.step <= last]
-            if until is not None and last < until:
-                msg = f"its entries end at step {last}, before step {until}"
-                raise NotLoggedError(msg)
-            if last > report.step and (not chosen or chosen[-1].header.step != last):
-                msg = f"rank {rank} has not logged step {last}"
-                raise NotLoggedError(msg)
+            if isinstance(own, PenstockError):
+                raise own
+            chosen = _up_to(own, last, base=report.step, asked=until)
             if chosen:
                 seconds = self._replay.replay(state, chosen, moved)
             return chosen
 
-        newest = entries[-1].header.step if entries else report.step
+        newest = own[-1].header.step if isinstance(own, list) and own else report.step
         if group is None:
             chosen = replay(newest, lambda: None)
         else:
@@ -234,6 +227,18 @@ class RunLog:
         step = chosen[-1].header.step
         report = replace(report, step=step, replayed_steps=len(chosen), seconds=times)
         return report, chosen[-1]
+
+    def _own_log(self, uid: str, until: int | None) -> list[StoredEntry] | PenstockError:
+        """Return the whole entries of this rank; or an error, for when the other ranks know."""
+        rank, world_size = self._place()
+        try:
+            entries = StoredLog(self._backend, uid, rank).whole(up_to=until)
+        except PenstockError as error:
+            return error
+        logged = entries[0].header.world_size if entries else world_size
+        if logged != world_size:
+            return NotLoggedError(f"{logged} ranks have logged, and {world_size} restore")
+        return entries
 
     def _base_of(self, step: int | str) -> int | None:
         """Return the saved step whose log has `step`; None if there is none."""
@@ -257,3 +262,21 @@ class RunLog:
 def has_log(backend: Backend, uid: str) -> bool:
     """Return whether a log continues the checkpoint with this uid."""
     return bool(backend.list(log_prefix(uid)))
+
+
+def _up_to(
+    entries: Sequence[StoredEntry], last: int, *, base: int, asked: int | None
+) -> list[StoredEntry]:
+    """Return the entries up to `last`, the newest step that all ranks have.
+
+    Raises:
+        NotLoggedError: A step was asked for, and not all ranks have it; or this rank lacks `last`.
+    """
+    if asked is not None and last < asked:
+        msg = f"not every rank has step {asked} whole in its log: the last one is {last}"
+        raise NotLoggedError(msg)
+    chosen = [entry for entry in entries if entry.header.step <= last]
+    if last != (chosen[-1].header.step if chosen else base):
+        msg = f"it has no entry of step {last}"
+        raise NotLoggedError(msg)
+    return chosen

@@ -83,6 +83,7 @@ class StepWatch:
     Attributes:
         find: Returns the replayer of an optimizer; None if it has none.
         steps: The steps, in order.
+        strangers: The optimizers that stepped, but were not in the state, by id.
         trouble: Why these steps cannot be logged.
         keeps: Whether to keep optimizers and gradients alive. Not before the first call of `log`:
             without it the memory would be held for nothing.
@@ -90,14 +91,20 @@ class StepWatch:
 
     find: Callable[[Any], Replayer | None]
     steps: list[LoggedStep] = field(default_factory=list)
+    strangers: dict[int, Callable[[], Optimizer | None]] = field(default_factory=dict)
     trouble: str = ""
     keeps: bool = False
-    _after: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by optimizer
+    # What `_marks` returned after the last step of each optimizer of the state, by id.
+    _after: dict[int, tuple[Callable[[], Optimizer | None], list[tuple[int, int]]]] = field(
+        default_factory=dict
+    )
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
         self.clear()
-        self._after = {id(optimizer): _marks(optimizer) for optimizer in optimizers}
+        self._after = {}
+        for optimizer in optimizers:
+            self._mark(optimizer)
         before_steps(_before_step)
         after_steps(_after_step)
         _watches.add(self)
@@ -108,32 +115,36 @@ class StepWatch:
         self.clear()
 
     def check(self) -> None:
-        """Compare the optimizers that stepped with what they were right after it.
+        """Compare the optimizers of the state with what they were after their last step.
 
         Raises:
             NotLoggedError: The steps cannot be logged.
         """
         for step in self.steps:
             step.keep()
-            self.before(step.optimizer)
+        for known, _ in self._after.values():
+            if (optimizer := known()) is not None:
+                self.before(optimizer)
         if self.trouble:
             raise NotLoggedError(self.trouble)
 
     def clear(self) -> None:
         """Forget the steps that were logged."""
-        self.steps, self.trouble = [], ""
+        self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer) -> None:
         """Compare parameters and state of an optimizer with those after its last step."""
         if self.trouble:  # for those who never log: it costs nothing from their second step on
             return
-        after = self._after.get(id(optimizer))
-        if after is not None and after != _marks(optimizer):
+        if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
             kind = type(optimizer).__name__
             self.trouble = f"a parameter or the state of {kind} was changed outside a step"
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
+        if not self._knows(optimizer):
+            self.strangers[id(optimizer)] = (lambda: optimizer) if self.keeps else ref(optimizer)
+            return
         self.trouble = self.trouble or self._obstacle(optimizer)
         replayer = self.find(optimizer)
         if self.trouble or replayer is None:
@@ -152,7 +163,14 @@ class StepWatch:
             step.optimizer = ref(optimizer)
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
         self.steps.append(step)
-        self._after[id(optimizer)] = _marks(optimizer)
+        self._mark(optimizer)
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        known = self._after.get(id(optimizer))
+        return known is not None and known[0]() is optimizer  # an id may be used again
+
+    def _mark(self, optimizer: Optimizer) -> None:
+        self._after[id(optimizer)] = ref(optimizer), _marks(optimizer)
 
     def _obstacle(self, optimizer: Optimizer) -> str:
         """Return why the step that was just taken cannot be logged; empty if it can."""

@@ -52,6 +52,11 @@ def outside(training):
     other.step()
 
 
+def without_step(training):
+    with torch.no_grad():
+        training.model[0].weight += 1
+
+
 def lbfgs(training):
     training.optimizer.zero_grad()
     other = torch.optim.LBFGS(training.model.parameters(), 0.1)
@@ -67,7 +72,8 @@ def lbfgs(training):
         (twice, "AdamW stepped twice without a call of log"),
         (zeroed, "a gradient was changed between the step and its copy"),
         (outside, "a parameter or the state of AdamW was changed outside a step"),
-        (lbfgs, "steps of LBFGS cannot be replayed"),
+        (lbfgs, "a parameter or the state of AdamW was changed outside a step"),
+        (without_step, "a parameter or the state of AdamW was changed outside a step"),
     ],
 )
 def test_log_ends_by_name_and_the_next_save_begins_another(tmp_path, caplog, act, reason):
@@ -144,3 +150,33 @@ def test_gradients_are_not_held_for_those_who_never_log(tmp_path):
         grad = weakref.ref(training.model[0].weight.grad)
         training.optimizer.zero_grad()
         assert grad() is None
+
+
+def test_lbfgs_ends_the_log(tmp_path, caplog):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([weight], 0.1)
+    state = {"weight": weight, "optimizer": optimizer}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        optimizer.step(closure)
+        assert not ckpt.log(state, 2)
+    assert "steps of LBFGS cannot be replayed: no installed replayer handles it" in caplog.text
+
+
+def test_other_trainings_of_the_process_do_not_matter(tmp_path):
+    training, other = Training(), Training(seed=1)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(training.state, 1, mode="blocking")
+        for number in (2, 3):
+            training.step()
+            other.step()
+            other.step()
+            assert ckpt.log(training.state, number)
+        assert ckpt.latest() == 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.core.cli.command import caller
 from tests.integration.log.trainings import KINDS, WAYS, Training, equal
+from torch import nn, optim
 
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
@@ -303,3 +304,69 @@ def test_replay_leaves_gradients_and_hooks_alone(tmp_path):
     assert not calls
     training.step()
     assert calls == [1]
+
+
+class Averaged:
+    """A training of one layer, with frozen weights and an average of the trained ones."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
+        self.model[0].requires_grad_(requires_grad=False)
+        self.average = nn.Linear(256, 2).requires_grad_(requires_grad=False)
+        self.optimizer = optim.AdamW(self.model[1].parameters(), 1e-2)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+
+    def step(self, number):
+        self.optimizer.zero_grad()
+        self.model(torch.ones(3, 256) * number).square().mean().backward()
+        self.optimizer.step()
+        if number % 2:
+            with torch.no_grad():
+                for mean, new in zip(
+                    self.average.parameters(), self.model[1].parameters(), strict=True
+                ):
+                    mean.lerp_(new, 0.1)
+
+    def bits(self):
+        return [p.clone() for p in (*self.model.parameters(), *self.average.parameters())]
+
+
+def test_frozen_weights_are_not_logged_and_changed_ones_are(tmp_path):
+    training = Averaged()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(training.state, 0)
+        for number in range(1, 7):
+            training.step(number)
+            ckpt.log(training.state, number)
+        bits = training.bits()
+    stored = sum(path.stat().st_size for path in tmp_path.glob("data/*/log/*"))
+    assert stored < training.model[0].weight.nbytes / 2
+    other = Averaged(seed=3)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.restore(other.state)
+    assert (report.step, report.replayed_steps) == (6, 6)
+    assert equal(bits, other.bits())
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach", "SGD fused"])
+def test_gradients_keep_their_memory_format(tmp_path, kind):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        return {"model": model, "optimizer": KINDS[kind](model.parameters())}
+
+    state = make(0)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 0)
+        for number in range(1, 4):
+            state["optimizer"].zero_grad()
+            inputs = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+            state["model"](inputs).square().mean().backward()
+            assert not state["model"].weight.grad.is_contiguous()
+            state["optimizer"].step()
+            ckpt.log(state, number)
+    other = make(1)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other).step == 3
+    assert torch.equal(other["model"].weight, state["model"].weight)

@@ -1,0 +1,211 @@
+"""Several ranks log their own parts, and replay to the last step that all of them have."""
+
+import dataclasses
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from tests import interpreters
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.test_processes import JOIN, end
+from torch import nn, optim
+
+import penstock
+from penstock.core.abc import API_VERSION
+from penstock.core.plugins.registry import Registry
+from penstock.providers.replayer import TorchReplayer
+
+BASE, LAST = 2, 7
+
+
+class Replica:
+    """A training that is the same on every rank."""
+
+    def __init__(self, seed=0):
+        self.model = nn.Linear(6, 4)  # ranks are threads: they have one global generator
+        for parameter in self.model.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+        self.optimizer = optim.AdamW(self.model.parameters(), 1e-2)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, number):
+        self.optimizer.zero_grad()
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def weights(self):
+        return self.model.weight.detach().clone()
+
+
+def trained(step):
+    replica = Replica()
+    for number in range(step + 1):
+        replica.step(number)
+    return replica.weights()
+
+
+def save_and_log(root, *, count=2, act=lambda *_: None):
+    def work(ckpt, rank):
+        replica = Replica()
+        for number in range(LAST + 1):
+            act(replica, rank, number)
+            replica.step(number)
+            if number == BASE:
+                ckpt.save(replica.state, number, mode="blocking")
+            elif number > BASE:
+                ckpt.log(replica.state, number)
+
+    assert Job(count, str(root)).run(work) == [None] * count
+
+
+def restore(root, *, count=2, step="latest", registries=None):
+    """Return the report of each rank, after a comparison with the training at its step."""
+
+    def work(ckpt, rank):
+        if registries:
+            ckpt._log._replay = dataclasses.replace(ckpt._log._replay, registry=registries[rank])
+        replica = Replica(seed=9)
+        report = ckpt.restore(replica.state, step)
+        assert torch.equal(replica.weights(), trained(report.step))
+        replica.step(report.step + 1)
+        assert ckpt.log(replica.state, report.step + 1)
+        return report
+
+    reports = Job(count, str(root)).run(work)
+    for report in reports:
+        if isinstance(report, BaseException):
+            raise report
+    return reports
+
+
+def segment(root, rank):
+    (path,) = Path(root).glob(f"data/*/log/{rank:05}-*.log")
+    return path
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_all_ranks_resume_at_the_last_logged_step(tmp_path):
+    save_and_log(tmp_path)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.latest() == LAST
+    reports = restore(tmp_path)
+    assert [(report.step, report.replayed_steps) for report in reports] == [(LAST, 5)] * 2
+
+
+def test_step_in_the_middle_is_replayed_by_all_ranks(tmp_path):
+    save_and_log(tmp_path)
+    assert [report.step for report in restore(tmp_path, step=4)] == [4, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_last_step_that_all_ranks_have_counts(tmp_path, rank):
+    save_and_log(tmp_path)
+    path = segment(tmp_path, rank)
+    flip(path, path.stat().st_size // 5 * 3 + 200)  # in the fourth of five equal entries
+    assert [report.step for report in restore(tmp_path)] == [5, 5]
+    restore(tmp_path)  # what was logged after that continues it
+
+
+def test_rank_whose_log_ended_early_limits_all(tmp_path):
+    def act(replica, rank, number):
+        if rank == 1 and number == 6:
+            with torch.no_grad():
+                replica.model.weight += 0.0
+
+    save_and_log(tmp_path, act=act)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.latest() == 5
+    assert [report.step for report in restore(tmp_path)] == [5, 5]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_number_of_ranks_restores_the_base(tmp_path, count, caplog):
+    save_and_log(tmp_path)
+    assert [report.step for report in restore(tmp_path, count=count)] == [BASE] * count
+    assert f"2 ranks have logged, and {count} restore" in caplog.text
+
+
+def test_rank_that_cannot_replay_sends_all_to_the_base(tmp_path, caplog):
+    save_and_log(tmp_path)
+
+    class Other(TorchReplayer):
+        api_version = API_VERSION
+        version = 2
+
+    other = Registry()
+    other.register(Other, replace=True)
+    reports = restore(tmp_path, registries=[Registry(), other])
+    assert [report.step for report in reports] == [BASE, BASE]
+    assert "rank 1 cannot replay its log: optimizer does not step here as it did" in caplog.text
+
+
+FULLY_SHARDED = (
+    JOIN
+    + """
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+
+last, dies_at = int(sys.argv[5]), int(sys.argv[6])
+model = nn.Sequential(nn.Linear(12, 33), nn.Dropout(0.1), nn.ReLU(), nn.Linear(33, 5))
+fully_shard(model)
+optimizer = optim.AdamW(model.parameters(), 1e-2, fused=True)
+state = {"model": model, "optimizer": optimizer, "rng": penstock.Rng()}
+torch.manual_seed(100 + rank)
+with penstock.Checkpointer(root) as ckpt:
+    start = ckpt.resume(state)
+    for step in range(start, last):
+        optimizer.zero_grad()
+        model(torch.randn(4, 12)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        if step % 5 == 0:
+            ckpt.save(state, step)
+        else:
+            assert ckpt.log(state, step)
+        if step == dies_at:
+            print("at", step, flush=True)
+            time.sleep(600)
+    parts = [p._local_tensor.detach().flatten() for p in model.parameters()]
+    print(start, torch.cat(parts).numpy().tobytes().hex(), flush=True)
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_sharded_training_that_is_killed_repeats_all_bits(tmp_path):
+    def run(root, dies_at=-1):
+        # Each job has its own store: a killed one leaves its keys.
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = [
+            interpreters.start(
+                "-c", FULLY_SHARDED, rank, 2, store.port, root, 12, dies_at, stdout=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+        try:
+            if dies_at < 0:
+                return [process.communicate(timeout=300)[0].split() for process in processes]
+            for process in processes:
+                assert process.stdout.readline() == f"at {dies_at}\n"
+                process.send_signal(signal.SIGKILL)
+        finally:
+            end(processes)
+        return None
+
+    whole = run(tmp_path / "whole")
+    assert [start for start, _ in whole] == ["0", "0"]
+    run(tmp_path / "killed", dies_at=9)
+    resumed = run(tmp_path / "killed")
+    # The entry of step 9 may not have been durable.
+    assert {start for start, _ in resumed} <= {"9", "10"}
+    assert [bits for _, bits in resumed] == [bits for _, bits in whole]
