@@ -148,7 +148,7 @@ class Checkpointer:
             events=self._events,
             drains=self._drains,
             ranks=self._ranks.of_restore,
-            has_log=partial(has_log, store),
+            has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
         self._saver = Saver(
@@ -163,7 +163,8 @@ class Checkpointer:
             ranks=self._ranks,
         )
         self._log = RunLog(
-            store, self._reader,
+            TimeLimitedBackend(store, self._workers, config.io_timeout_s, limit_writes=True),
+            self._reader,
             config=config, registry=registry, workers=self._workers, ranks=self._ranks,
         )  # fmt: skip
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
@@ -257,6 +258,8 @@ class Checkpointer:
         job = self._saver.job
         if job is not None and job.handle is handle:
             self._log.begin_after_save(job, state)
+        elif handle.skipped:
+            self._log.recorder.skipped(state, handle.step)
         return handle
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -610,6 +613,7 @@ class Checkpointer:
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
+        self._log.recorder.deleted(number)
         self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:

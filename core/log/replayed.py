@@ -127,6 +127,9 @@ def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, An
                 parameter.grad = None if row is None else _grad(parameter, row, left)
         with _without_hooks(optimizer):
             replayer.step(optimizer, stored["captured"])
+    except Exception as error:
+        msg = f"{name} cannot take a logged step again: {type(error).__name__}: {error}"
+        raise NotLoggedError(msg) from error
     finally:
         for group, grads, old in zip(groups, kept, before, strict=True):
             group.update(old)

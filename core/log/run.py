@@ -24,6 +24,7 @@ from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, logs_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
+from penstock.core.tree.paths import show_path
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
+    from penstock.core.save.request import SaveRequest
 
 log = logging.getLogger("penstock")
 
@@ -89,7 +91,9 @@ class RunLog:
         if self.may_log():
             self.recorder.place = self._place()
             handle = job.handle
-            self.recorder.begin_after_save(job.uid, handle.step, state, handle.committed)
+            self.recorder.begin_after_save(
+                job.uid, handle.step, state, handle.committed, rounded=_rounded(job.request)
+            )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
@@ -262,6 +266,21 @@ class RunLog:
 def has_log(backend: Backend, uid: str) -> bool:
     """Return whether a log continues the checkpoint with this uid."""
     return bool(backend.list(log_prefix(uid)))
+
+
+def _rounded(request: SaveRequest) -> str:
+    """Return which object a save does not store exactly, and why; empty if it stores all exactly."""
+    lossy = {
+        n for n, chain in enumerate(request.chains) if chain is not None and not chain.lossless
+    }
+    for planned in request.plan.objects if lossy else ():
+        if planned.chain in lossy:
+            chain = request.chains[planned.chain]
+            assert chain is not None
+            codec = next(codec.name for codec in chain.codecs if not codec.lossless)
+            path = show_path(planned.entry.path)
+            return f"codec {codec} rounds {path} in checkpoints, so replayed steps would differ"
+    return ""
 
 
 def _up_to(

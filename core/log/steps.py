@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Replayer
 
+_NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
 
 
@@ -184,11 +185,25 @@ class StepWatch:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group, without its parameters."""
+    """Return copies of the options of each group, without its parameters.
+
+    Copies, since a scheduler changes a tensor in place before the log has stored it.
+    """
     return [
-        {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of the tensors and containers of an option."""
+    if hasattr(value, "untyped_storage"):
+        return value.detach().clone()
+    if type(value) in {list, tuple}:
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
@@ -246,8 +261,9 @@ def version_of(tensor: Any) -> int:
 
 
 def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Return what changes with any change of the parameters and the state that torch sees."""
-    return [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
+    """Return what changes with any change of groups, parameters and state that torch sees."""
+    groups = [(0, len(group["params"])) for group in optimizer.param_groups]
+    return groups + [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
