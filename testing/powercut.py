@@ -59,7 +59,7 @@ _Fate: TypeAlias = "_File | None"
 class Disk:
     """The stored files, durable or not, shared by any number of backends. Thread-safe.
 
-    Effects are creates, writes, syncs, seals, aborts, publishes and deletes; they are counted from 1.
+    Effects are creates, writes, syncs, seals, aborts, publishes and deletes, counted from 1.
     """
 
     def __init__(self, *, cut_at: int | None = None) -> None:

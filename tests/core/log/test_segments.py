@@ -10,8 +10,8 @@ from tests.integration.support import memory
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import DelegatingBackend
 from penstock.core.errors import StorageError
-from penstock.core.log import segments
 from penstock.core.format.segment import HEADER_BYTES, segment_name
+from penstock.core.log import segments
 from penstock.core.log.segments import SegmentWriter, StoredLog
 from penstock.testing.faults import Fault, FaultyBackend
 

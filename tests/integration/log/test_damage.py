@@ -9,7 +9,7 @@ from tests.integration.support import memory
 
 import penstock
 from penstock.core.format.segment import HEADER_BYTES, log_prefix
-from penstock.core.log.segments import StoredLog
+from penstock.core.log.segments import StoredEntry, StoredLog
 
 LAST = 4
 
@@ -98,11 +98,7 @@ def test_garbage_between_segments_is_ignored():
 def test_segment_of_another_run_or_rank_is_ignored(caplog):
     other = memory()
     logged(other)
-    (info,) = (
-        other.list("data/")[-1:]
-        if other.list("data/")[-1].name.endswith(".log")
-        else [info for info in other.list("data/") if info.name.endswith(".log")]
-    )
+    (info,) = [info for info in other.list("data/") if info.name.endswith(".log")]
     strange = other.read_record(info.name, limit_bytes=1 << 30)
     assert restored(run_of(strange)) == 0
     assert "belongs to another log" in caplog.text
@@ -131,7 +127,7 @@ def test_log_continues_after_damage_and_replaces_the_rest(step):
 def test_damage_found_during_the_replay_says_to_restore_again(monkeypatch):
     """A byte that changes between the check of all entries and their replay."""
     backend = run_of(whole())
-    is_whole = penstock.core.log.segments.StoredEntry.is_whole
+    is_whole = StoredEntry.is_whole
 
     def flips_after_the_last(entry, store):
         found = is_whole(entry, store)
@@ -144,7 +140,7 @@ def test_damage_found_during_the_replay_says_to_restore_again(monkeypatch):
 
     training = Tiny(seed=9)
     with monkeypatch.context() as patch, penstock.Checkpointer(backend) as ckpt:
-        patch.setattr(penstock.core.log.segments.StoredEntry, "is_whole", flips_after_the_last)
+        patch.setattr(StoredEntry, "is_whole", flips_after_the_last)
         with pytest.raises(penstock.DamagedError) as raised:
             ckpt.restore(training.state)
         assert "The state is between two steps now: restore again." in raised.value.__notes__

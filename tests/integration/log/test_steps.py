@@ -187,7 +187,7 @@ def test_group_added_after_the_save_ends_the_log(empty, caplog):
 
 
 def scaled(scale, dtype=torch.float32, **options):
-    """A training with a scaler, whose gradients are infinite in step 3, and small ones in others."""
+    """A training with small gradients and a scaler, which finds them infinite in step 3."""
     scalers = []
 
     def make(seed=0):
