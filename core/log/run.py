@@ -269,16 +269,15 @@ def has_log(backend: Backend, uid: str) -> bool:
 
 
 def _rounded(request: SaveRequest) -> str:
-    """Return which object a save does not store exactly, and why; empty if it stores all exactly."""
+    """Return which object a save rounds, and the codec; empty if it stores all exactly."""
     lossy = {
-        n for n, chain in enumerate(request.chains) if chain is not None and not chain.lossless
+        number: next(codec.name for codec in chain.codecs if not codec.lossless)
+        for number, chain in enumerate(request.chains)
+        if chain is not None and not chain.lossless
     }
     for planned in request.plan.objects if lossy else ():
         if planned.chain in lossy:
-            chain = request.chains[planned.chain]
-            assert chain is not None
-            codec = next(codec.name for codec in chain.codecs if not codec.lossless)
-            path = show_path(planned.entry.path)
+            codec, path = lossy[planned.chain], show_path(planned.entry.path)
             return f"codec {codec} rounds {path} in checkpoints, so replayed steps would differ"
     return ""
 

@@ -139,7 +139,7 @@ def test_log_without_a_checkpoint_is_refused_quietly(tmp_path):
 def test_log_of_a_save_that_failed_ends(tmp_path, caplog):
     training = Training()
     store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
-    store.fail("publish", match="commits/")
+    store.fail("publish", match="/index")
     with penstock.Checkpointer(store) as ckpt:
         training.step()
         handle = ckpt.save(training.state, 1)
@@ -158,7 +158,7 @@ def test_log_of_a_save_that_failed_ends(tmp_path, caplog):
 def test_failed_saves_of_those_who_never_log_warn_of_no_log(tmp_path, caplog):
     training = Training()
     store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
-    store.fail("publish", match="commits/")
+    store.fail("publish", match="/index")
     with penstock.Checkpointer(store) as ckpt:
         for step in (1, 2):
             training.step()
