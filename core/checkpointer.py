@@ -613,7 +613,7 @@ class Checkpointer:
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
-        self._log.recorder.deleted(number)
+        self._log.recorder.replaced(number)
         self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:
@@ -696,6 +696,8 @@ class Checkpointer:
         if dry_run:
             return compactor.plan(chosen)
         before = compactor.needed_bytes()
+        for record in chosen:
+            self._log.recorder.replaced(record.step)
         reports = tuple(compactor.compact(record, on_progress) for record in chosen)
         return CompactReport(reports, before, compactor.needed_bytes())
 

@@ -231,10 +231,10 @@ class Recorder:
                 self._last, reason,
             )  # fmt: skip
 
-    def deleted(self, step: int) -> None:
-        """End the log if it continues the checkpoint of `step`, which was deleted with its log."""
+    def replaced(self, step: int) -> None:
+        """End the log if it continues the checkpoint of `step`, which is deleted or compacted."""
         if any(log.step == step for log in self._logs):
-            self.end(f"the checkpoint of step {step} was deleted")
+            self.end(f"the checkpoint of step {step} was deleted or compacted")
             self._drop(self._logs)
 
     def forget(self, uid: str) -> None:

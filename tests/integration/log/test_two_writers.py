@@ -1,8 +1,10 @@
 """Two processes that log after one checkpoint, and a checkpoint that disappears under its log."""
 
 import pytest
+import torch
 from tests.integration.log.tiny import Tiny, WithoutAppends, bits_of, restored
 from tests.integration.support import memory
+from torch import nn, optim
 
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
@@ -134,7 +136,7 @@ def test_deleting_the_checkpoint_that_is_logged_ends_the_log(store, caplog):
                 assert ckpt.log(training.state, number) == (number < 5)
             if number == 4:
                 ckpt.delete(3)
-        assert "ends after step 4: the checkpoint of step 3 was deleted" in caplog.text
+        assert "ends after step 4: the checkpoint of step 3 was deleted or compacted" in caplog.text
     assert restored(store) == 2
 
 
@@ -145,13 +147,39 @@ def test_failed_save_that_was_logged_leaves_no_data(store):
         for number in range(6):
             training.step(number)
             if number == 3:
-                faulty.fail("publish", match="commits/00000003")
-                faulty.slow("publish", 0.05, match="commits/00000003")
+                faulty.fail("publish", match="/index")
+                faulty.slow("publish", 0.05, match="/index")
             if number in {0, 3}:
-                ckpt.save(training.state, number)
+                handle = ckpt.save(training.state, number)
             else:
                 assert ckpt.log(training.state, number)
-        bits = training.bits()
-    assert bits == bits_of(5)
+            if number == 0:
+                ckpt.wait()
+        assert isinstance(handle.committed.exception(), penstock.StorageError)
+    assert training.bits() == bits_of(5)
     assert restored(store) == 5
     check_no_garbage(store)
+
+
+def test_compaction_loses_no_logged_step(tmp_path, caplog):
+    generator = torch.Generator().manual_seed(5)
+    weight = nn.Parameter(torch.randn(90, 70, generator=generator))
+    optimizer = optim.SGD([weight], 1e-6)
+    state = {"weight": weight, "optimizer": optimizer}
+    rules = [{"match": "**", "codecs": ["delta", "floatsplit"]}]
+    with penstock.Checkpointer(tmp_path, rules=rules) as ckpt:
+        for number in range(6):
+            weight.grad = torch.randn(90, 70, generator=generator)
+            optimizer.step()
+            if number in {0, 1, 4}:
+                ckpt.save(state, number, mode="blocking")
+            else:
+                assert ckpt.log(state, number) == (number < 5)
+            if number == 3:
+                with penstock.Checkpointer(tmp_path) as other:
+                    assert other.compact([1]).steps == other.compact(everything=True).steps == ()
+                    assert "step 1 is not compacted: steps are logged after it" in caplog.text
+                    assert other.latest() == 3
+            if number == 4:  # nothing is logged after it yet
+                assert [step.step for step in ckpt.compact(everything=True).steps] == [1, 4]
+    assert "the checkpoint of step 4 was deleted or compacted" in caplog.text
