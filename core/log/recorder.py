@@ -334,14 +334,23 @@ class Recorder:
             if not inside.isdisjoint(storages_of([optimizer])):
                 msg = f"{type(optimizer).__name__}, which is not in the state, changed it"
                 raise NotLoggedError(msg)
-        rest = self._rest(description, claimed)
+        roots = {(STATE, *path) for path in _paths_of(state, self._registry, "optimizer")}
+        rest = self._rest(description, claimed, roots)
         self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
 
-    def _rest(self, description: Description, claimed: Collection[int]) -> list[StateObject | Node]:
-        """Return what no optimizer changes, with copies of its bytes."""
+    def _rest(
+        self, description: Description, claimed: Collection[int], roots: Collection[ObjectPath]
+    ) -> list[StateObject | Node]:
+        """Return what no optimizer changes, with copies of its bytes.
+
+        Leaves out all below `roots`, the optimizers: a restore of a part of one empties the rest.
+        """
+        lengths = {len(root) for root in roots}
         rest: list[StateObject | Node] = []
         for entry in description.entries:
+            if any(entry.path[:length] in roots for length in lengths):
+                continue
             if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE:
                 rest.append(entry)
             elif entry.same_as is None:
@@ -381,9 +390,14 @@ def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any
 
 def values_of(state: Mapping[str, Any], registry: Registry, provider: str) -> dict[str, Any]:
     """Return the values in a state tree that a provider describes, by their shown path."""
+    found = _paths_of(state, registry, provider)
+    return {show_path(path): value for path, value in found.items()}
+
+
+def _paths_of(state: Mapping[str, Any], registry: Registry, provider: str) -> dict[ObjectPath, Any]:
     scan = Scan(registry.providers)
     scan.is_container(state, ())
-    return {show_path(f.path): f.value for f in scan.found if f.provider.name == provider}
+    return {f.path: f.value for f in scan.found if f.provider.name == provider}
 
 
 def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:

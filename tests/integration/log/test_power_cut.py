@@ -59,7 +59,8 @@ def test_power_cut_during_any_effect_loses_at_most_one_step(wrap, most_cuts):
         if over:
             break
         points += 1
-    assert found == {*range(-1, LAST + 1)}
+    assert {-1, 0, LAST} <= found
+    assert len(found) > LAST
 
 
 def check_that_it_continues(store, step):

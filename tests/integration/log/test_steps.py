@@ -122,6 +122,7 @@ def test_maximize(options):
 
 
 @pytest.mark.filterwarnings("ignore:optimizers/0. the parameters of this optimizer have no names")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_differentiable():
     def make(seed=0):
         state = state_of(seed=seed)
