@@ -152,13 +152,14 @@ class Recorder:
             step: Its step.
             state: The state tree.
             committed: Resolves when the checkpoint exists, or has failed.
-            rounded: Why the checkpoint does not hold the exact state, so that no log can follow.
+            rounded: What the checkpoint holds only rounded, so that no log can follow; or empty.
         """
         self._settle()
         if rounded:
             self._drop(self._logs)
             self._watch.stop()
-            self._rounded = self.ended = rounded
+            self._rounded = f"{rounded} in checkpoints, so replayed steps would differ"
+            self.ended = self._rounded
             return
         # An overwrite, or a save of the step that was replayed last, is no later step of that log.
         continues = self._watch.keeps and step > self._last

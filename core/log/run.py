@@ -24,7 +24,6 @@ from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, logs_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
-from penstock.core.tree.paths import show_path
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
-    from penstock.core.save.request import SaveRequest
 
 log = logging.getLogger("penstock")
 
@@ -92,7 +90,7 @@ class RunLog:
             self.recorder.place = self._place()
             handle = job.handle
             self.recorder.begin_after_save(
-                job.uid, handle.step, state, handle.committed, rounded=_rounded(job.request)
+                job.uid, handle.step, state, handle.committed, rounded=job.request.rounded
             )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -266,20 +264,6 @@ class RunLog:
 def has_log(backend: Backend, uid: str) -> bool:
     """Return whether a log continues the checkpoint with this uid."""
     return bool(backend.list(log_prefix(uid)))
-
-
-def _rounded(request: SaveRequest) -> str:
-    """Return which object a save rounds, and the codec; empty if it stores all exactly."""
-    lossy = {
-        number: next(codec.name for codec in chain.codecs if not codec.lossless)
-        for number, chain in enumerate(request.chains)
-        if chain is not None and not chain.lossless
-    }
-    for planned in request.plan.objects if lossy else ():
-        if planned.chain in lossy:
-            codec, path = lossy[planned.chain], show_path(planned.entry.path)
-            return f"codec {codec} rounds {path} in checkpoints, so replayed steps would differ"
-    return ""
 
 
 def _up_to(

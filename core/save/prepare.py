@@ -180,6 +180,21 @@ def plan_state(  # noqa: PLR0913 - options, each by name
         world_size=1 if place is None else place.world_size,
         own_paths=description.own_paths,
         shared=description.shared,
+        rounded=_rounded(objects, table),
+    )
+
+
+def _rounded(objects: Sequence[PlannedObject], table: ChainTable) -> str:
+    """Return the first object that a lossy codec rounds, with that codec; empty: there is none."""
+    lossy = {
+        number: next(codec.name for codec in chain.codecs if not codec.lossless)
+        for number, chain in enumerate(table.chains)
+        if chain is not None and not chain.lossless
+    }
+    rounded = (planned for planned in objects if planned.chain in lossy)
+    first = next(rounded, None) if lossy else None
+    return (
+        "" if first is None else f"codec {lossy[first.chain]} rounds {show_path(first.entry.path)}"
     )
 
 

@@ -55,6 +55,7 @@ class SaveRequest:
         world_size: Number of ranks.
         own_paths: Paths below which each rank has its own objects.
         shared: Index and count of each `PerRank` that has them, by its shown path.
+        rounded: An object that a lossy codec rounds, and the codec; empty if all is exact.
     """
 
     step: int
@@ -77,6 +78,7 @@ class SaveRequest:
     world_size: int = 1
     own_paths: tuple[ObjectPath, ...] = ()
     shared: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rounded: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
