@@ -287,7 +287,7 @@ class Recorder:
                     self._drop(self._logs[:number])
                 return
             # After an unknown outcome a restore may find either checkpoint.
-            if committed.done() and not isinstance(committed.exception(), CommitUnknownError):
+            if committed.done() and not isinstance(committed.peek_error(), CommitUnknownError):
                 self._drop([self._logs[number]])
         if not self._logs and self._watch.keeps:
             self.end("the save that it followed has failed")
@@ -381,7 +381,7 @@ class Recorder:
 
 
 def _is_committed(committed: Outcome[Any]) -> bool:
-    return committed.done() and committed.exception() is None
+    return committed.done() and committed.peek_error() is None  # the user has yet to see it
 
 
 def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any]:

@@ -143,9 +143,11 @@ def test_log_of_a_save_that_failed_ends(tmp_path, caplog):
     with penstock.Checkpointer(store) as ckpt:
         training.step()
         handle = ckpt.save(training.state, 1)
-        assert handle.committed.exception() is not None
+        assert handle.committed.wait(300)
         training.step()
         assert not ckpt.log(training.state, 2)
+        with pytest.raises(penstock.StorageError, match="simulated failure"):
+            ckpt.wait()
         assert "ends after step 1: the save that it followed has failed" in caplog.text
         training.step()
         ckpt.save(training.state, 3)
