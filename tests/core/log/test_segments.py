@@ -188,7 +188,7 @@ def test_segment_after_lost_ones_comes_last():
     backend = WithoutAppends(memory())
     append(writer(backend), 1, 2, 3, 4)
     entries = StoredLog(backend, UID, 0).entries
-    backend.delete([segment_name(UID, 0, 0), segment_name(UID, 0, 1)])
+    backend.delete([segment_name(UID, 0, number) for number in range(3)])
     append(writer(backend, previous=entries[-1].header.digest), 5)
     assert backend.list("")[-1].name == segment_name(UID, 0, 4)
 
