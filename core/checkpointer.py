@@ -24,7 +24,6 @@ from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
-    DamagedError,
     PenstockError,
     SaverClosedError,
     StorageError,
@@ -269,8 +268,8 @@ class Checkpointer:
         random state, schedulers, loaders. Call it after each step of the optimizers and before
         `zero_grad`. Encoding and writing happen in the background.
 
-        What cannot be replayed exactly ends the log with a warning; training continues, and the
-        next save begins a new log.
+        What cannot be replayed exactly ends the log with a warning; training goes on, and the next
+        save begins a new log.
 
         Args:
             state: As for `save`.
@@ -449,32 +448,7 @@ class Checkpointer:
             report = restore(step)
             self._saver.restored_from = report.step
             return report
-        report, entries = self._restore_base(step, restore)
-        self._saver.restored_from = report.step
-        if not entries:
-            self._log_after(report, state, whole=whole)
-            return report
-        replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
-        try:
-            seconds = replayer.replay(state, entries, whole=whole)
-        except NotLoggedError as error:
-            log.warning(
-                "the log cannot be replayed to step %d, so step %d is restored: %s",
-                entries[-1].header.step, report.step, str(error),
-            )  # fmt: skip
-            if whole:
-                report = restore(report.step)
-            self._log_after(report, state, whole=whole)
-            return report
-        last = entries[-1].header
-        self._recorder.begin_after_restore(report.uid, last.step, state, previous=last.digest)
-        times = {**report.seconds, "replay": seconds}
-        return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
-
-    def _restore_base(
-        self, step: int | str, restore: Callable[..., RestoreReport]
-    ) -> tuple[RestoreReport, Sequence[StoredEntry]]:
-        """Restore the checkpoint at or before `step`; also return the entries from it to `step`."""
+        entries: Sequence[StoredEntry] = ()
         try:
             report = restore(step)
         except CheckpointGoneError:
@@ -486,18 +460,28 @@ class Checkpointer:
             entries = self._log_of(self._catalog.record(base).uid).whole(up_to=valid_step(step))
             if not entries or entries[-1].header.step != step:
                 raise
-            return restore(base), entries
-        if step != "latest" or report.fell_back_from:
-            return report, ()
-        return report, self._log_of(report.uid).whole()
-
-    def _log_after(self, report: RestoreReport, state: Mapping[str, Any], *, whole: bool) -> None:
-        """Log what follows a restored checkpoint, if the state is all of it, bit for bit."""
-        left_out = report.missing or report.unexpected or report.cast or report.mismatched
-        if whole and not left_out:
-            self._recorder.begin_after_restore(report.uid, report.step, state)
+            report = restore(base)
         else:
-            self._recorder.pause("only a part of the checkpoint was restored: save first")
+            if step == "latest" and not report.fell_back_from:
+                entries = self._log_of(report.uid).whole()
+        self._saver.restored_from = report.step
+        if not entries:
+            self._recorder.begin_after_restore(report.uid, report.step, state)
+            return report
+        replayer = Replayer(self._backend.inner, self._config, self._registry, self._workers)
+        try:
+            seconds = replayer.replay(state, entries, whole=whole)
+        except NotLoggedError as error:
+            log.warning(
+                "the log cannot be replayed to step %d, so step %d is restored: %s",
+                entries[-1].header.step, report.step, str(error),
+            )  # fmt: skip
+            self._recorder.begin_after_restore(report.uid, report.step, state)
+            return restore(report.step) if whole else report
+        last = entries[-1].header
+        self._recorder.begin_after_restore(report.uid, last.step, state, previous=last.digest)
+        times = {**report.seconds, "replay": seconds}
+        return replace(report, step=last.step, replayed_steps=len(entries), seconds=times)
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest checkpoint into `state` if there is one; return the next step.
@@ -697,8 +681,7 @@ class Checkpointer:
         self.wait()  # a save in flight would commit a step that is about to be deleted
         gone = self._catalog.rewind(valid_step(step))
         if self._may_log():
-            with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
-                self._recorder.forget(self._catalog.record(valid_step(step)).uid)
+            self._recorder.forget(self._catalog.record(valid_step(step)).uid)
         if gone:
             self._events.emit(DeleteEvent("deleted", tuple(gone), "rewind"))
         return gone

@@ -1,6 +1,6 @@
 """Records the log of a run: one entry for each step of training, appended in the background.
 
-Tested in `tests/integration/log/test_ends.py`.
+Tested in `tests/core/log/test_recorder.py`.
 """
 
 from __future__ import annotations
@@ -139,11 +139,9 @@ class Recorder:
             committed: Resolves when the checkpoint exists, or has failed.
         """
         self._settle()
-        # An overwrite, or a save of the step that was replayed last, is no later step of that log.
-        continues = self._watch.keeps and step > self._last
-        if self._logs and continues and not self.ended and not committed.done():
+        if self._logs and self._watch.keeps and not self.ended and not committed.done():
             self.log(state, step)
-        else:
+        elif self._logs:
             self._drop(self._logs)
         if self.ended:
             self._drop(self._logs)
@@ -165,12 +163,6 @@ class Recorder:
         # A run that has a log will have one again: the next save must not be its first call.
         self._watch.keeps = self._watch.keeps or previous != FIRST
         self._begin(_Log(uid, self._writer(uid, previous)), step, state)
-
-    def pause(self, reason: str) -> None:
-        """Log nothing before the next save or restore: the state is not that of a checkpoint."""
-        self._drop(self._logs)
-        self._watch.clear()
-        self.ended = reason
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
@@ -204,7 +196,8 @@ class Recorder:
 
     def forget(self, uid: str) -> None:
         """Delete the log since the checkpoint `uid`, from which training continues."""
-        self.pause("training was rewound: restore first")
+        self._drop(self._logs)
+        self.ended = "training was rewound: restore first"
         self._backend.delete([info.name for info in self._backend.list(log_prefix(uid))])
 
     def close(self) -> None:
@@ -397,6 +390,7 @@ class _Writing:
         both = replace(
             description,
             entries=(*entry.rest, *description.entries),
+            deferrable=frozenset(),
             providers_used=tuple(sorted(providers.items())),
         )
         request = plan_state(
@@ -430,4 +424,9 @@ def _shares_memory(step: LoggedStep, description: Description) -> bool:
     """Return whether an optimizer outside the state has changed something in it."""
     memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
     inside = {memory.storage for memory in memories if memory is not None}
-    return not inside.isdisjoint(storages_of([step.optimizer]))
+    return any(
+        p.untyped_storage().data_ptr() in inside
+        for group in step.optimizer.param_groups
+        for p in group["params"]
+        if not hasattr(p, "_local_tensor")
+    )

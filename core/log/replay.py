@@ -1,6 +1,6 @@
 """Replays a log onto a restored base.
 
-Tested in `tests/integration/log/test_replay.py`.
+Tested in `tests/core/log/test_replay.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The global *post*-step hook sees the gradients that the step has used. A pre-step hook would miss
 what the optimizer's own hooks, a closure, or a fused step change.
 
-Tested in `tests/integration/log/test_ends.py`.
+Tested in `tests/core/log/test_steps.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from weakref import WeakSet, ref
 import xxhash
 
 from penstock.core.errors import PenstockError
-from penstock.core.save.fence import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -128,12 +127,11 @@ class StepWatch:
 
     def before(self, optimizer: Optimizer) -> None:
         """Compare parameters and state of an optimizer with those after its last step."""
-        if self.trouble:  # for those who never log: it costs nothing from their second step on
-            return
         after = self._after.get(id(optimizer))
         if after is not None and after != _marks(optimizer):
-            kind = type(optimizer).__name__
-            self.trouble = f"a parameter or the state of {kind} was changed outside a step"
+            self.trouble = self.trouble or (
+                f"a parameter or the state of {type(optimizer).__name__} was changed outside a step"
+            )
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
@@ -187,9 +185,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
-    """Return the addresses of the memory that these optimizers change, as far as they have any."""
+    """Return the addresses of the memory that these optimizers change."""
     tensors = (tensor for optimizer in optimizers for tensor in _tensors(optimizer))
-    return {address_of(_local(tensor)) for tensor in tensors} - {0}
+    return {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
 
 def has_only(value: object, parameters: Collection[int]) -> bool:

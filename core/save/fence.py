@@ -78,9 +78,9 @@ def _storages(optimizer: Optimizer) -> Iterator[int]:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield address_of(parameter)
+            yield _address(parameter)
     for tensor in _tensors(optimizer.state):
-        address = address_of(tensor)
+        address = _address(tensor)
         if address:
             yield address
 
@@ -93,8 +93,7 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 for a subclass without its own memory."""
+def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor subclass that wraps others

@@ -13,7 +13,7 @@ LAST, SAVE_EVERY = 40, 10
 
 
 def train(root, kill_after=None):
-    """Train, and kill the training after a number of lines; return its lines."""
+    """Train, and kill the training after so many lines; return its lines."""
     command = ("-m", "tests.integration.log.train", str(root), str(LAST), str(SAVE_EVERY))
     process = interpreters.start(*command, stdout=subprocess.PIPE)
     lines = []

@@ -151,59 +151,6 @@ def test_failed_save_does_not_end_the_log(tmp_path):
     assert equal(bits, other.bits())
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_save_of_the_step_that_was_logged_last_begins_another_log(tmp_path, overwrite):
-    training = Training()
-    save_and_log(tmp_path, training)
-    other = Training(seed=5)
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert ckpt.restore(other.state).step == LAST
-        ckpt.save(other.state, LAST)
-        if overwrite:
-            other.step(LAST)
-            ckpt.save(other.state, LAST, overwrite=True)
-        other.step(LAST + 1)
-        assert ckpt.log(other.state, LAST + 1)
-        bits = other.bits()
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert ckpt.restore(training.state).step == LAST + 1
-    assert equal(bits, training.bits())
-
-
-def test_restore_that_cannot_be_replayed_begins_a_log_of_the_base(tmp_path, monkeypatch):
-    save_and_log(tmp_path, Training())
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-    training = Training(seed=5)
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        assert ckpt.restore(training.state).step == 3
-        training.step(4)
-        assert ckpt.log(training.state, 4)
-        assert ckpt.latest() == 4
-
-
-def test_nothing_is_logged_after_a_part_was_restored(tmp_path):
-    save_and_log(tmp_path, Training())
-    training = Training(seed=5)
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        ckpt.restore({"model": training.model}, 3)
-        training.step(4)
-        assert not ckpt.log(training.state, 4)
-        ckpt.restore(training.state, 3, include="model/**")
-        training.step(4)
-        assert not ckpt.log(training.state, 4)
-        assert ckpt.latest() == LAST
-
-
-def test_rewind_to_a_damaged_record_still_deletes(tmp_path):
-    training = Training()
-    with penstock.Checkpointer(tmp_path) as ckpt:
-        for step in (1, 2):
-            ckpt.save(training.state, step, mode="blocking")
-        (record,) = (tmp_path / "commits").glob("00000001-*")
-        record.write_bytes(b"damaged")
-        assert ckpt.rewind(1) == [2]
-
-
 def test_part_of_a_state_is_restored_from_the_checkpoint(tmp_path, caplog):
     save_and_log(tmp_path, Training())
     training = Training(seed=5)
