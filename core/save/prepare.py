@@ -1,9 +1,9 @@
 """Prepares a save: claims its generation, plans its chunks, reserves its staging memory.
 
-It also finds state that belongs to objects of the tree, but that nothing in the tree holds.
+Also finds state that objects of the tree need but that the tree does not contain.
 
-All this happens before the save has threads, and stores nothing. Only touching memory may happen
-in the background.
+Runs before the save has threads, and stores nothing. Only touching memory may happen in the
+background.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def claim_generation(
 
     Args:
         step: The step to save.
-        entries: The names of commit records by step, ascending. An overwrite needs all of them: if
-            one is missing, the new generation may be lower and count as the older one.
+        entries: The names of commit records by step, ascending. An overwrite needs all names: if
+            one is missing, the new generation may be lower and count as older.
         url: The name of the run in messages.
         overwrite: Whether the save may replace a committed step.
         may_be_deleted: Returns whether a deletion that timed out may still delete the record of
-            this name; its generation is skipped, or the deletion would hit the new record.
+            this name. Its generation is skipped, since the deletion could hit the new record.
 
     Raises:
         StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -184,7 +184,7 @@ def plan_state(  # noqa: PLR0913 - options, each by name
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
-    """Return whether all ranks of one structure hold equal, whole copies of an object."""
+    """Return whether all ranks with one structure hold equal, whole copies of an object."""
     return entry.replica is None and not is_below(entry.path, own_paths)
 
 
