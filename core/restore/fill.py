@@ -178,7 +178,7 @@ class Tally:
     received: int = 0
 
     def add(self, needed: int, read: int, shared: SharedReading | None) -> None:
-        """Count another load, and the bytes that others read for this rank; None: none."""
+        """Count another load. `shared` has the bytes that other ranks read for this rank."""
         self.needed += needed
         self.read += read
         if shared is not None:
@@ -274,7 +274,7 @@ def fill(
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
-        others: Reads together with other ranks; each rank does so once.
+        others: Reads together with other ranks, once per restore.
 
     Raises:
         DamagedError: Names every damaged object.
