@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SectionWriter:
-    """The columns of one section, which objects and nodes are added to.
+    """Collects the objects and nodes of one section in columns.
 
     Attributes:
         frames: The frames that its objects use, each after its base.
