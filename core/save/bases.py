@@ -135,7 +135,7 @@ class SaveBases:
         Args:
             plan: The chunks of the save.
             chains: Codec chains by number; None is raw.
-            step: The step of the save. Its base is no later checkpoint.
+            step: The step of the save; no later checkpoint can be its base.
             kept: The chunks in memory.
             earlier: Reads earlier checkpoints.
             deltas: The limits on chain length and on memory for the base.
@@ -192,8 +192,8 @@ class SaveBases:
     def confirm(self) -> None:
         """Drop the base if its commit record is gone. Call this after the intent is published.
 
-        A deletion that starts later sees the intent and keeps the base's data. A save also does not
-        refer to files that the base lost otherwise, since no reader could read them.
+        A deletion that starts later sees the intent and keeps the base's data. A save never refers
+        to files that the base has lost for other reasons, since no reader could read them.
         """
         record, backend = self._record, self._backend
         if record is None or backend is None:

@@ -221,7 +221,7 @@ class CaptureRun:
         self._issue_device_copies()
 
     def take_deferred(self) -> None:
-        """Capture the deferred chunks, some perhaps only at the fence; on return all are captured.
+        """Capture the deferred chunks; on return all chunks are captured.
 
         Raises:
             TornSnapshotError: A tensor changed before its capture was complete.

@@ -102,7 +102,7 @@ class Pending:
             self.prepared()
 
     def prepared(self) -> None:
-        """Let signal handlers save again: the save has begun, or was skipped."""
+        """Let signal handlers save again: the save has begun, or will not begin."""
         self._preparing = self._refused = None  # the error would keep its frames' objects alive
 
     def outlast(self, wait: Callable[[], None]) -> None:

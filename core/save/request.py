@@ -50,7 +50,7 @@ class SaveRequest:
         share: Whether to reuse chunks whose bytes are stored already.
         block_bytes: The bytes per checksum in raw frames.
         grace_s: The grace time of the intent, in seconds.
-        io_timeout_s: The save is given up after so long without progress of the store, in seconds.
+        io_timeout_s: Seconds without progress of the store after which the save is given up.
         rank: The number of this rank.
         world_size: Number of ranks.
         own_paths: Paths below which each rank has its own objects.
