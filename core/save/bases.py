@@ -60,7 +60,7 @@ class KeptChunks:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of memory held."""
+        """The bytes of memory that the chunks take."""
         with self._lock:
             return sum(view.nbytes for view in self._views.values())
 
@@ -333,7 +333,7 @@ class SaveBases:
         return stored if own is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """Return the frame and the bytes of a chunk's base; None: encode the chunk whole.
+        """Return the frame and the bytes of a chunk's base; None if it must be encoded whole.
 
         Thread-safe. The bytes stay unchanged until this thread calls `keep` for the chunk, or
         `base_of` for another one.
@@ -390,7 +390,7 @@ class SaveBases:
         return 1 + (record.base.age if record.base is not None else 0)
 
     def _may_list(self, stored: StoredFrame) -> bool:
-        """Return whether the part can list a frame: its blobs exist, and raw blocks are equal."""
+        """Return whether the part can list a frame: its blobs exist, and raw block sizes match."""
         sizes = self._sizes or {}
         return all(
             (link.chain or link.block_bytes == self._block_bytes)

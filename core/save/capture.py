@@ -92,7 +92,7 @@ class Derivation:
 
     Attributes:
         masters: The objects that may be derived, each with its possible masters.
-        derived: The number of each derived object, with its master's.
+        derived: Maps each derived object's number to its master's.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class CaptureRun:
 
     @property
     def derived(self) -> Mapping[int, int]:
-        """The number of each derived object, with its master's."""
+        """The number of each derived object, mapped to its master's."""
         return self._derivation.derived
 
     def take_now(self) -> None:
@@ -247,7 +247,7 @@ class CaptureRun:
 
         Does not wait for device copies in flight, since later device work of this thread runs after
         them. Takes no lock: the training thread calls this, and a signal handler that saves may
-        interrupt it anywhere and would then wait for the lock for ever.
+        interrupt it anywhere and would then wait for the lock forever.
 
         Args:
             timeout_s: How long to wait for the capture.
@@ -331,7 +331,7 @@ class CaptureRun:
         self._chunks = ()
 
     def release(self, captured: Captured) -> None:
-        """Release the memory of a chunk; called once for each, from any thread."""
+        """Release the memory of a chunk. Called once per chunk, from any thread."""
         if captured.block is not None:
             self._staging.release(captured.block)
         if captured.end_hold is None:
@@ -377,7 +377,7 @@ class CaptureRun:
     def _reserve(
         self, index: int, *, lendable: bool, is_awaited: Callable[[], bool]
     ) -> Block | None:
-        """Reserve staging for a chunk; None: the chunk was lent instead."""
+        """Reserve staging for a chunk; return None if the chunk was lent instead."""
         chunk = self._chunks[index]
 
         def may_be_lent() -> bool:
@@ -393,7 +393,7 @@ class CaptureRun:
                 self._need_writer()
                 self._staging.was_short = self._staging.was_short or is_awaited()
             # A thread that waits for staging must hold none, or two threads could wait for each
-            # other for ever: finish the copies in flight and hand them on first.
+            # other forever: finish the copies in flight and hand them on first.
             self._flush()
             if may_be_lent():
                 if self._lend(index):
@@ -462,7 +462,7 @@ class CaptureRun:
         return None if view is None else view[piece.start : piece.stop]
 
     def _lend(self, index: int) -> bool:
-        """Hand the chunk on without a copy; False: it can no longer be lent."""
+        """Hand the chunk on without a copy; return False if it can no longer be lent."""
         self._need_writer()
         self._flush()
         chunk = self._chunks[index]

@@ -42,7 +42,7 @@ log = logging.getLogger("penstock")
 class Committer:
     """Publishes the manifest of one save whose blobs are sealed; the commit record comes last.
 
-    Each rank publishes its part, and rank 0 the index and the commit record of all.
+    Each rank publishes its part. Rank 0 also publishes the index and the commit record.
 
     Attributes:
         request: The plan and the options of the save.
@@ -96,7 +96,7 @@ class Committer:
     def commit(
         self, part: RankManifest, *, share: RankShare, derived: Collection[int], refers: bool
     ) -> None:
-        """Publish the part of this rank, and on rank 0 the index and the commit record of all.
+        """Publish the part of this rank; on rank 0, also the index and the commit record.
 
         Args:
             part: The part.

@@ -1,8 +1,8 @@
 """Holds back every optimizer step while a capture is pending.
 
-torch has one global pre-step hook per process: it fires through wrappers, for optimizers outside
-the tree, and for those that step inside backward. It is installed once and stays: removing it from
-another thread would change the dict that torch iterates over.
+torch has one registry of pre-step hooks per process. Its hooks fire for wrapped optimizers, for
+those outside the tree, and for those that step inside backward. Our hook stays installed: removal
+from another thread would change the dict that torch iterates over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def arm(job: SaveJob, timeout_s: float) -> None:
             from torch._compile import (  # noqa: PLC0415 - torch is loaded only to save
                 _disable_dynamo,
             )
-            from torch.optim.optimizer import (  # noqa: PLC0415 - as above
+            from torch.optim.optimizer import (  # noqa: PLC0415 - torch is loaded only to save
                 register_optimizer_step_pre_hook,
             )
 

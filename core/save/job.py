@@ -131,7 +131,7 @@ class SaveJob:
 
     @property
     def request(self) -> SaveRequest:
-        """The request of the save; after the save, without the state."""
+        """The request of the save, without the state once the save is over."""
         return self._finish.request
 
     @property
@@ -209,8 +209,8 @@ class SaveJob:
     def finished(self, timeout_s: float | None) -> bool:
         """Wait until the save has ended or failed, and its memory is free again.
 
-        The wait for the memory has a limit, since a stuck store may keep it for ever. A callback
-        of the save does not wait for it: the memory is freed only after the callback returns.
+        The wait for the memory has a limit, since a stuck store may keep it forever. A callback of
+        the save does not wait for it: the memory is freed only after the callback returns.
         """
         if not self._over.wait(timeout_s):
             return False
@@ -222,7 +222,7 @@ class SaveJob:
         """Return whether a step on parameters at `storages` may change deferred memory.
 
         A user who passed `defer` has promised that any step on the thread that saved is the fence.
-        Address 0 is a parameter without its own memory, which may be in any memory.
+        Address 0 means a parameter without its own memory, so the step may change any memory.
         """
         if self.request.promised and threading.get_ident() == self._caller:
             return True
@@ -317,7 +317,7 @@ class SaveJob:
         return "capture" if self._clock.captured is None else "write"
 
     def _take_all(self) -> None:
-        """Run the capture; the body of the capture thread."""
+        """Run the capture, as the body of the capture thread."""
         if not self._may_capture.acquire(blocking=False):
             return
         try:
@@ -343,7 +343,7 @@ class SaveJob:
         self._clock.blocked += time.monotonic() - self._clock.called
 
     def _run(self) -> None:
-        """Write and commit; the body of the save thread."""
+        """Write and commit, as the body of the save thread."""
         if not self._may_run.acquire(blocking=False):
             return
         watchdog, surroundings = self._finish.watchdog, self._surroundings
@@ -409,7 +409,7 @@ class SaveJob:
             try:
                 tiers = onward.tiers()
             except BaseException as raised:
-                self.ending.leave(raised)  # or a waiter for the save would wait for ever
+                self.ending.leave(raised)  # or a thread that waits for the save would wait forever
                 raise
             self.ending.succeed(replace(report, tiers=tiers))
             if has_started:
@@ -431,7 +431,7 @@ class SaveJob:
         poll_s = min(self._timing.poll_s, watchdog.limit_s / 4)
         while not self.released.wait(poll_s):
             if self.ending.error is not None:
-                # The save thread may hang in the store for ever, and other threads may wait for
+                # The save thread may hang in the store forever, and other threads may wait for
                 # this memory.
                 self._capture.release_unwritten()
             if watchdog.is_paused:

@@ -180,7 +180,7 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frames of the chunks of the plan that this rank writes, by number.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
-            derived: Number of each derived object of the plan, with its master's.
+            derived: Maps the number of each derived object to its master's.
             choices: The codecs chosen while the save ran, by class of objects.
             share: The chunks and entries of this rank.
 
@@ -419,7 +419,7 @@ def build_sections(
             same order.
         plan: The plan of the save.
         frames: The frame of each chunk of the plan, from `frames_of`.
-        derived: Number of each derived object of the plan, with its master's.
+        derived: Maps the number of each derived object to its master's.
         errors: The errors that lossy codecs caused, by the path of the object.
         section_objects: At most this many objects and nodes per section.
         share: The chunks and entries of this rank.

@@ -41,7 +41,7 @@ class Pending:
         _every.add(self)
 
     def may_prepare(self, on_busy: str) -> bool:
-        """Return whether a save can be prepared here; False: skip it.
+        """Return whether a save can be prepared here; if not, it is skipped.
 
         Raises:
             BusyError: The caller is a signal handler that interrupted a save, and `on_busy` is not
@@ -54,7 +54,7 @@ class Pending:
         return True
 
     def take_turn(self, on_busy: str) -> bool:
-        """Wait for the save under way; False: skip the next save.
+        """Wait for the save under way; return False to skip the next save.
 
         Raises:
             BusyError: A save is under way, and `on_busy` is `raise`.
@@ -148,7 +148,7 @@ class Pending:
                 raise TimeoutError(msg)
 
     def check_may_wait(self) -> None:
-        """Refuse to wait where the wait would never end.
+        """Raise if a wait here would never end.
 
         Raises:
             BusyError: The caller is a signal handler that interrupted a save, which cannot

@@ -279,7 +279,7 @@ def staging_for(
 
 
 class KeptStaging:
-    """The staging memory that the saves of a checkpointer use one after the other.
+    """Keeps the staging memory that the saves of a checkpointer use in turn.
 
     Args:
         config: Has its budget.
@@ -331,7 +331,7 @@ class KeptStaging:
                     self._get(need_bytes, copied_from).touch()
 
         # Not in this thread: a signal handler that interrupts it and saves would wait for the lock
-        # for ever.
+        # forever.
         self._workers.spawn("prepare", touch)
 
     def close(self) -> None:
@@ -435,7 +435,7 @@ def _steady(source: ByteSource) -> bool:
 
 
 def _storage(item: Any) -> int | None:
-    """Return the address of a tensor's memory, 0 if it wraps others; None: not a tensor."""
+    """Return the address of a tensor's memory, 0 if it wraps others, None if not a tensor."""
     try:
         return int(item.untyped_storage().data_ptr())
     except AttributeError:

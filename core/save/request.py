@@ -102,7 +102,7 @@ class SaveTurn:
 
     @property
     def place(self) -> RankPlace | None:
-        """The place of this rank among those that save together; None: it is alone."""
+        """The place of this rank among those that save together; None if it saves alone."""
         return None
 
     @property
@@ -116,7 +116,7 @@ class SaveTurn:
         return False
 
     def agreement(self, commit: Commit, **options: Any) -> AgreementOfOne | SaveAgreement:
-        """Return this rank's side of the save; the options are those of `SaveAgreement`."""
+        """Return this rank's agreement for the save. Options are as for `SaveAgreement`."""
         del options
         return AgreementOfOne(commit)
 
@@ -132,11 +132,11 @@ class SaveTurn:
 
 @dataclass(slots=True, kw_only=True)
 class RankTurn(SaveTurn):
-    """One save of several ranks.
+    """One save of several ranks, as this rank takes part in it.
 
     Attributes:
         group: The ranks.
-        number: The number of the round, the same on all of them.
+        number: The number of the round, equal on all ranks.
     """
 
     group: RankGroup
@@ -239,7 +239,7 @@ class Onward(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise a NotDrainedError if the copy keeps failing, so that a wait might never end."""
+        """Raise a NotDrainedError if the copy keeps failing and a wait might never end."""
         ...
 
 

@@ -300,7 +300,7 @@ class Saver(SaveSurroundings):
         return job.handle
 
     def _take_turn(self, turn: SaveTurn) -> bool:
-        """Wait for the save under way; False: skip this save.
+        """Wait for the save under way; return False to skip this save.
 
         With several ranks, only rank 0 decides.
         """
@@ -322,7 +322,7 @@ class Saver(SaveSurroundings):
         return self.pending.take_turn("wait")
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
-        """Return the planned save; None: no tier has room for it."""
+        """Return the planned save; None if no tier has room for it."""
         turn = call.turn
         generation = 0
         if not turn.rank:  # rank 0 sends them to the others
@@ -348,7 +348,7 @@ class Saver(SaveSurroundings):
         return job
 
     def _destination(self, request: SaveRequest, turn: SaveTurn) -> Destination | None:
-        """Return where the save writes to; None: no tier has room for it."""
+        """Return where the save writes to; None if no tier has room for it."""
         if self._tiers is None:
             return Destination(self._backend.inner)
         if isinstance(turn, RankTurn):
@@ -399,7 +399,7 @@ class Saver(SaveSurroundings):
         return watching
 
     def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
-        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives up the save."""
+        """Wait for `job`; give up the save if the wait is interrupted, for example by Ctrl-C."""
         try:
             self.pending.outlast(wait)
         except BaseException as error:
