@@ -298,7 +298,7 @@ class ChainChoices:
         return True
 
     def _choice_for_few(self) -> CodecChoice:
-        """Choose for few bytes. Another blob would take more time than the bytes."""
+        """Choose for few bytes, for which a separate blob would take longer than the bytes."""
         codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:

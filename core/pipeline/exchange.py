@@ -4,10 +4,10 @@ Each process reads into a window: its own memory, which the others map read-only
 sockets, which deliver them after the bytes and close when a process dies. Three rules make this
 safe:
 
-* bytes are announced only after they are verified; * a taker answers when it has copied them, and a
-place is reused only after all takers answer; * no process waits for one that does not answer. It
-gives up its whole window instead, so that a
-  stopped process that continues hours later still finds the bytes announced to it.
+* bytes are announced only after they are verified;
+* a taker answers when it has copied them, and a place is reused only after all takers answer;
+* a process does not wait for a peer that does not answer. It gives up its own window instead, so
+  that a stopped peer that continues hours later still finds the bytes announced to it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Exchange:
     # -- the reading thread ----------------------------------------------------------------------
 
     def acquire(self, length: int, phase: int) -> Block:
-        """Return a block of the window, as `Staging.acquire`; wait until takers free one.
+        """Wait for a free block of the window, and return it; see `Staging.acquire`.
 
         Raises:
             TakersStuckError: The takers free no block; the window is given up.

@@ -151,7 +151,7 @@ class Loader:
     Attributes:
         backend: The store of the blobs.
         workers: The threads that verify and place.
-        io_timeout_s: How long a `run` may go without progress; None: for ever.
+        io_timeout_s: How long a `run` may go without progress; None: forever.
         together_bytes: A frame that is larger with its bases is read alone, link by link.
         scratch_bytes: Memory for frames to decode, and for parts of raw ones. Chunks with long
             chains may take as much again for each worker.
@@ -179,7 +179,7 @@ class Loader:
         Args:
             backend: The store of the blobs.
             workers: The threads that verify and place.
-            io_timeout_s: How long a `run` may go without progress; None: for ever.
+            io_timeout_s: How long a `run` may go without progress; None: forever.
             on_failover: Called with a damaged blob, and the tier whose copy was read.
         """
         self.backend = backend
@@ -233,7 +233,7 @@ class Loader:
         session = _Session(
             self, scratch, watchdog, decode=decode, progress=progress, exchange=exchange
         )
-        # Runs on its own thread: Ctrl-C, which only the main thread gets, must not come between
+        # Runs on its own thread. Only the main thread gets Ctrl-C, which must not come between
         # handing memory to the store and noting that.
         stats = call_with_deadline(
             "load",
@@ -420,7 +420,7 @@ class _Session:
                 self._advance()
                 continue
             block = self._exchange.acquire(length, phase)  # once takers have freed it
-            self._watchdog.moved()  # the store had nothing to do meanwhile
+            self._watchdog.moved()  # the store had nothing to do during the wait
             return block
         return block
 
@@ -504,7 +504,7 @@ class _Session:
             self._advance()
 
     def _advance(self) -> None:
-        """Wait until a batch is read or checked, and move each such batch one step on."""
+        """Wait until a batch is read or checked, and advance each such batch by one step."""
         self._await_change()
         for flight in list(self._flights):
             if flight.future is not None and flight.future.done():
@@ -608,7 +608,7 @@ class _Session:
         return True
 
     def _check_all(self, reads: list[_Read]) -> list[tuple[_Read, str, str]]:
-        """Check reads; return the damaged ones, each with the damage as text, and the blob."""
+        """Check reads; return each damaged read with the damage as text, and the blob."""
         damaged = []
         for read in reads:
             try:

@@ -100,7 +100,7 @@ class Staging:
             budget_bytes: The most bytes of all arenas.
             memory: The only arena, of whole pages; None: arenas are mapped on demand.
             populate: Touches a number of bytes at an address, and returns whether it succeeded;
-                default: the kernel's way.
+                default: `madvise`.
         """
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
         self.was_short = False
@@ -184,7 +184,7 @@ class Staging:
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
 
-        Returns None if there is no room now, or never will be. While memory is being touched, only
+        Returns None if the block does not fit, now or ever. While memory is being touched, only
         touched memory counts as room.
         """
         need = align_up(phase + length, PAGE_BYTES)
@@ -448,7 +448,7 @@ def machine_memory() -> int:
 
 
 def container_memory(root: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes free in the container (cgroup v2, else v1); None: it has no limit.
+    """Return the bytes free in the container (cgroup v2, else v1); None if it has no limit.
 
     File cache that was not used lately counts as free, as in `MemAvailable`.
     """

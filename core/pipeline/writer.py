@@ -115,7 +115,7 @@ class _OpenBlob:
 
 
 class _EncodedBlob:
-    """The blob of encoded frames: appends ready frames, writes groups cut at page boundaries.
+    """The blob of encoded frames. Appends frames, and writes them in groups of whole pages.
 
     Any worker may append.
     """
