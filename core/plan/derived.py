@@ -1,7 +1,7 @@
 """Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
 
 A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
-for the optimizer. The capture checks whether the first really is the second, rounded.
+for the optimizer. The capture checks whether the first equals the rounded second.
 """
 
 from __future__ import annotations

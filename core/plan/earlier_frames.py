@@ -302,7 +302,7 @@ class PartTables:
         self._placed: dict[tuple[str, int], Frame] = {}
 
     def place(self, stored: StoredFrame) -> Frame:
-        """Return another save's frame and its bases, with the numbers of these tables."""
+        """Return another save's frame and its bases, renumbered for these tables."""
         key = stored.blob.name, stored.frame.offset
         if key not in self._placed:
             self._placed[key] = replace(

@@ -57,7 +57,7 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     regions takes quadratic time, and a map of the elements takes unbounded memory.
 
     A partition always passes. Other regions pass with a probability below `len(shape) / 2**60`
-    (Schwartz-Zippel lemma); a wrong chunk passes its checksum with `1 / 2**64`.
+    (Schwartz-Zippel lemma); a wrong chunk passes its checksum with probability `1 / 2**64`.
     """
     whole = Region.whole(tuple(shape))
     if len(regions) == 1 and regions[0] == whole:  # nearly every read
@@ -81,10 +81,10 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """Return a clause on how `regions` fail to hold a tensor of `shape`; None if they hold it.
+    """Return a clause on how `regions` fail to cover a tensor of `shape`, or None.
 
-    They may hold copies with different cuts. Each region must belong to a copy that has each
-    element once.
+    The regions may hold several copies, cut differently. Each region must belong to a copy that has
+    each element once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
     if is_partition(shape, distinct):

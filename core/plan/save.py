@@ -127,7 +127,7 @@ class SavePlan:
     """
 
     def bytes_of_chunks(self, numbers: Collection[int] | None) -> int:
-        """Return the bytes of objects in chunks with these numbers, without padding; None: all."""
+        """Return the bytes of objects in these chunks (None: all), without padding."""
         if numbers is None:
             return self.raw_bytes
         return sum(p.stop - p.start for n in numbers for p in self.chunks[n].pieces)
@@ -135,7 +135,7 @@ class SavePlan:
     def fitting_block_bytes(self) -> int:
         """Return the bytes per checksum that fit the pieces: 256 KiB to 4 MiB, a power of two.
 
-        A reader of part of a piece reads up to a block too much at each end. An average piece has
+        A reader of part of a piece reads up to one extra block at each end. An average piece has
         three to six blocks, so that this excess, and the manifest, stay small.
         """
         pieces = sum(len(chunk.pieces) for chunk in self.chunks)
@@ -150,7 +150,7 @@ class SavePlan:
 
 
 def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
-    """Return the context of a chunk for codecs; a reader of the manifest gets the same."""
+    """Return the codec context of a chunk. A reader of the manifest gets the same context."""
     piece, *others = chunk.pieces
     if others:
         return slab_context(chunk.length, (chunk.dtype, chunk.itemsize))
@@ -168,13 +168,13 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
 
 
 def _span_of(piece: Piece, spans: Sequence[ShardSpan], itemsize: int) -> ShardSpan | None:
-    """Return the rectangle that holds all bytes of a piece; None if they are in several."""
+    """Return the rectangle that holds all bytes of a piece; None if several do."""
     span = spans[bisect_right(spans, piece.start, key=lambda span: span.start) - 1]
     return span if piece.stop <= span.start + span.region.numel * itemsize else None
 
 
 def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
-    """Return the context for codecs of a slab of several objects: one row of elements.
+    """Return the codec context of a slab of several objects, as one row of elements.
 
     Args:
         length: Raw bytes of the slab.

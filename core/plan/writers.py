@@ -111,8 +111,8 @@ def chunks_of_rank(
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
     """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
 
-    Data replicated on a mesh counts in part, so the other bytes of all ranks add up to the stored
-    bytes.
+    Of data replicated on a mesh, each rank counts its share, so the other bytes of all ranks add up
+    to the stored bytes.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):
