@@ -60,7 +60,7 @@ _ATTEMPTS = 3  # to verify a copy that changes meanwhile
 
 
 class Checkpoint:
-    """One committed checkpoint; reads only what is requested, and verifies it.
+    """One committed checkpoint. Reads only the requested data, and verifies it.
 
     `keys()` returns shown paths, `specs()` shapes and dtypes. `ckpt["model/wte.weight"]` reads one
     object, `ckpt["model"]` a subtree, and `read(path, region)` a part of a tensor.
@@ -80,7 +80,7 @@ class Checkpoint:
         loader: Loader | None = None,
         allow_pickle: bool = False,
     ) -> Self:
-        """Open the checkpoint of `step`; reads its commit record only.
+        """Open the checkpoint of `step`. Reads only its commit record.
 
         Raises:
             CheckpointNotFoundError: There is no such step; the message lists the steps.
@@ -170,7 +170,7 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it; reads only the blocks that hold the region.
+        """Read a tensor, or a region of it. Fetches only the blocks that hold the region.
 
         Args:
             path: Shown path of a tensor.
@@ -233,15 +233,15 @@ class Checkpoint:
             return build_new(opened, selection=selection, device=device, streamed=streamed)[0]
 
     def read_into(self, path: str, out: Buffer, *, start: int = 0) -> None:
-        """Read the bytes of a tensor from byte `start` on, and fill `out` with them.
+        """Fill `out` with the bytes of a tensor from byte `start` on.
 
         Needs no torch, and no memory besides `out` for objects stored without a codec. The bytes
         are the elements, row by row.
 
         Args:
             path: Shown path of a tensor.
-            out: Writable memory, of whole elements.
-            start: The first byte to read, where an element begins.
+            out: Writable memory for whole elements.
+            start: The first byte to read, at the start of an element.
 
         Raises:
             KeyError: No object at `path`.
@@ -419,7 +419,7 @@ class Checkpoint:
         )
 
     def _damaged_links(self, damaged: Sequence[Damage]) -> Collection[LendingSave]:
-        """Return the other saves with damaged blobs; reads commit records only if needed."""
+        """Return the other saves with damaged blobs. Reads commit records only if needed."""
         named = {blob_uid(damage.blob) for damage in damaged}
         uids = [uid for uid in self._record.references if uid in named]
         records = records_newest_first(Catalog(self.backend), self.step) if uids else ()

@@ -212,7 +212,7 @@ class Contents:
     def everywhere(
         self, within: Mapping[ObjectPath, Collection[Region]] | None = None
     ) -> list[ObjectRecord]:
-        """Return the records of objects in each part that has shards of them.
+        """Return the records of objects, from each part that has shards of them.
 
         Args:
             within: The paths of the objects, each with regions: parts without shards that overlap
@@ -320,7 +320,7 @@ class Contents:
         return objects, nodes
 
     def _outline(self) -> dict[int, set[int] | None]:
-        """Return sections, by part, that together describe every object; None: all of a part."""
+        """Return sections, by part, that together describe every object; None is all of a part."""
         if len(self.manifest.parts) == 1:
             return {0: None}
         by_part: dict[int, set[int] | None] = {}
@@ -380,7 +380,8 @@ def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecC
 def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
     """Check that an encoded frame is no longer than its codecs can make it.
 
-    Memory is allocated for a frame before it is read, so a damaged length must not request more.
+    Memory is allocated for a frame before it is read, so a damaged length must not cause a larger
+    allocation.
 
     Raises:
         FormatError: The frame is longer.

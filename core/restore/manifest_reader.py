@@ -198,7 +198,7 @@ class ManifestReader:
         return self.from_index(lambda index: index.find_all(np.array([*hashes], np.uint64)))
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
-        """Return the sections that have shards of an object, by path hash, and their regions."""
+        """Return the sections, and regions, of the shards of the object with this path hash."""
         self.look_up([hashed])
         return self._rows[hashed]
 

@@ -340,7 +340,7 @@ def build_leaf(
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
-    """Build one object from its bytes in `data`; None: read them."""
+    """Build one object from its bytes in `data`, or read them if it is None."""
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:

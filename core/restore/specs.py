@@ -75,7 +75,7 @@ class Rounding:
 
     @property
     def lossless(self) -> bool | None:
-        """Whether the values are exactly those that were saved; None: unknown."""
+        """Whether the values are exactly those that were saved; None if unknown."""
         if self.lossy:
             return False
         return None if self.unknown else True

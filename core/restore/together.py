@@ -233,7 +233,7 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
-            # Rank 0's value: ranks that disagree would wait for each other in vain.
+            # Rank 0's value: ranks that disagree would wait for each other forever.
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
