@@ -337,7 +337,7 @@ class CommitRecord:
 
     @property
     def origin(self) -> str:
-        """The uid under which notes on the checkpoint are stored: a compaction keeps them."""
+        """The uid under which notes on the checkpoint are stored. A compaction keeps it."""
         return self.compacts or self.uid
 
     @property

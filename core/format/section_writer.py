@@ -108,7 +108,7 @@ class SectionWriter:
         self.weight += sum(map(len, entry.path))
 
     def frame_number(self, frame: Frame) -> int:
-        """Return the number of a frame in the section; adds it, after its base, if it is new."""
+        """Return a frame's number in the section. Adds a new frame after its base."""
         place = frame.blob, frame.offset
         number = self._frame_numbers.get(place)
         if number is None:

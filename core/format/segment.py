@@ -59,7 +59,7 @@ class EntryHeader:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes from this header to the next: each begins on a page."""
+        """The bytes from this header to the next. Headers begin on pages."""
         return align_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
 
 
