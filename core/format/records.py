@@ -120,13 +120,14 @@ class ObjectRecord(NamedTuple):  # as `ChunkRef`
     """One object as one part describes it.
 
     With `same_as`, it is tied to that object, whose bytes it shares. With `derived`, its elements
-    are those of that object, rounded to nearest even. In both cases it has no shards, and has the
-    errors of that object. If several ranks save, `shards` are those of one rank, which may hold
-    nothing of the object; the records of the other parts differ only in their shards.
+    are those of that object, rounded to nearest even. In both cases it has no shards, and the
+    errors of that object apply. If several ranks save, `shards` are those of one rank, which may
+    hold nothing of the object; the records of the other parts differ only in their shards.
 
-    `frames` are the frames of its section, which its shards number, and `head` is the head of its
-    part. `ordinal` numbers objects and nodes in the order in which the tree was described. `errors`
-    are the errors of lossy codecs in its elements; None if there are none, or no floats.
+    `frames` are the frames of its section, to which its shards refer by number, and `head` is the
+    head of its part. `ordinal` numbers objects and nodes in the order in which the tree was
+    described. `errors` are the errors of lossy codecs in its elements; None if there are none, or
+    no floats.
     """
 
     ordinal: int

@@ -25,7 +25,7 @@ WRITER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankPlaces:
-    """The places of one rank among its replicas, known after all ranks have met.
+    """The places of one rank among ranks with equal data, known after all ranks have met.
 
     Attributes:
         plain: Its place among ranks with the same structure, which hold equal plain tensors.

@@ -423,7 +423,7 @@ class SaveBases:
 
 
 def _regions_of(keys: Iterable[ChunkKey]) -> dict[ObjectPath, set[Region]]:
-    """Return the regions that chunks cover, by object path."""
+    """Return the regions that contain the pieces of chunks, by object path."""
     regions: dict[ObjectPath, set[Region]] = {}
     for key in keys:
         for piece in key:

@@ -293,7 +293,7 @@ class SaveJob:
         self.ending.fail(why, first=first)
 
     def _log_text(self, error: BaseException) -> str:
-        """Return the log text of an error; short if the log of another rank has the error."""
+        """Return the log text of an error; short if rank 0 logs another rank's error."""
         if isinstance(error, RankError) and self.request.rank and is_logged(error):
             return f"rank {error.rank} is the cause; see the log of rank 0"
         return str(error)
