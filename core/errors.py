@@ -60,7 +60,7 @@ class StepExistsError(SaveError):
 
 
 class BusyError(SaveError):
-    """Another save is in flight and `on_busy="raise"`, or the same checkpoint is being repaired."""
+    """Another save is in flight and `on_busy="raise"`, or the checkpoint is being copied."""
 
 
 class SaveSkippedError(SaveError):
