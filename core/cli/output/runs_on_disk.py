@@ -28,7 +28,7 @@ OPENING = "penstock.core.storage.open"
 
 @contextmanager
 def quiet(name: str, level: int) -> Iterator[None]:
-    """Silence a logger below `level`, where its warnings are of no use to the command."""
+    """Silence a logger below `level` in the block, whose warnings are useless to the command."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)
@@ -39,7 +39,7 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 
 def tiers_quiet() -> AbstractContextManager[None]:
-    """Silence the opening of tiers, for commands that print which tiers are away and why."""
+    """Silence the opening of tiers, for commands that print unavailable tiers and the reasons."""
     return quiet("penstock.backends.tiered.backend", logging.CRITICAL)
 
 
@@ -57,7 +57,7 @@ def named_root(backend: Backend) -> Path | None:
 
 
 def same_place(one: Backend, other: Backend) -> bool:
-    """Return whether both are the same run, judged by their URLs."""
+    """Return whether two backends have the same run, judged by their URLs."""
     if one.url == other.url:
         return True
     roots = [named_root(backend) for backend in (one, other)]
