@@ -119,7 +119,7 @@ def max_chunks(nbytes: int) -> int:
 
 
 def depth_of(value: object) -> int:
-    """Return the levels of containers in `value`; stops a little beyond `MAX_METADATA_DEPTH`.
+    """Return the depth of nested containers in `value`; stop just beyond `MAX_METADATA_DEPTH`.
 
     Does not recurse, so it ends for any value, even a value that contains itself.
     """

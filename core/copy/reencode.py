@@ -304,7 +304,6 @@ def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
 
 
 def _is_shared(contents: Contents) -> bool:
-    """Return whether a checkpoint was saved with `share`."""
     sections = {id(record.frames): record.frames for record in contents.objects()}
     return any(f.content is not None for frames in sections.values() for f in frames)
 
@@ -336,7 +335,6 @@ class _KeptCodecs(ChainTable):
             self._numbers_by_path[path] = number
 
     def number(self, entry: StateObject, *, exact: bool) -> int:
-        """Return the number of the chain for an object."""
         del exact
         return self._numbers_by_path[entry.path]
 
