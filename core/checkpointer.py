@@ -218,10 +218,10 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save `state` as the checkpoint of `step`.
 
-        With `"async"` the whole state is captured when the call returns, and may then change. With
-        `"lazy"` tensors that only an optimizer changes are captured in the background, and the next
-        `Optimizer.step()` waits for them. With `"blocking"` the checkpoint is durable when the call
-        returns.
+        With `"async"`, the whole state is captured when the call returns, and may then change. With
+        `"lazy"`, tensors that only an optimizer changes are captured in the background, and the
+        next `Optimizer.step()` waits for them. With `"blocking"`, the checkpoint is durable when
+        the call returns.
 
         Args:
             state: The state tree, a dict.
@@ -264,8 +264,8 @@ class Checkpointer:
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """Log the optimizer steps on `state` since the last call of `save` or `log`.
 
-        A restore replays the log on the checkpoint before it, bit for bit, so a crash loses at most
-        one step. An entry has the gradients, and all state that no optimizer changes: buffers,
+        A restore loads the last checkpoint and replays its log, bit for bit, so a crash loses at
+        most one step. An entry has the gradients, and all state that no optimizer changes: buffers,
         random state, schedulers, loaders. Call `log` after each step of the optimizers and before
         `zero_grad`. Background threads encode and write the entries.
 
@@ -274,7 +274,7 @@ class Checkpointer:
 
         Args:
             state: As for `save`.
-            step: Above the last saved or logged step.
+            step: The step. It must be above the last saved or logged step.
 
         Returns:
             Whether the step will be logged.
@@ -308,7 +308,7 @@ class Checkpointer:
         """Describe and plan a save of `state` without writing anything.
 
         Call it once before training. It raises every error of the first save that can be found
-        without writing, and allocates memory as `prepare` does. A rank may call it alone.
+        without writing, and allocates memory as `prepare` does. Any rank may call it alone.
 
         Args:
             state: As for `save`.
@@ -393,10 +393,10 @@ class Checkpointer:
             include: Globs of paths to restore; default: all. Only selected objects are read.
             exclude: Globs of paths to skip.
             strict: Whether missing paths, different shapes and different optimizer groups are
-                errors. If False, such objects keep their values, and so do the state of parameters
-                of a different shape and the options of different groups. The report lists them all
-                (`missing`, `mismatched`). A different kind, or a dtype that `cast` does not accept,
-                is always an error.
+                errors. If False, such objects keep their values. The optimizer also keeps its state
+                of parameters with a different shape, and its options of groups that differ. The
+                report lists all of these (`missing`, `mismatched`). A different kind, or a dtype
+                that `cast` does not accept, is always an error.
             cast: Whether to convert stored floats to the template's float dtype, rounded to nearest
                 even. The report lists converted tensors (`cast`). If False, a different dtype is
                 an error, except that optimizer state takes the stored dtype.
@@ -404,7 +404,7 @@ class Checkpointer:
                 shown paths; see `Rename`.
             on_damage: `"raise"`, or `"fallback"` to take the newest whole checkpoint instead.
             on_progress: Called with a `Progress` about ten times per second, one call at a time.
-                The caller's thread calls it when a phase begins, a thread of the engine while bytes
+                The caller's thread calls it when a phase begins, and an engine thread while bytes
                 are read. Reading waits for it. Its exceptions are logged, not raised.
 
         Raises:
@@ -638,7 +638,7 @@ class Checkpointer:
     def pin(self, step: int, tag: str) -> None:
         """Tag a checkpoint, so that retention does not delete it.
 
-        `delete`, `rewind` and an overwrite still do. As with `annotate`, any rank may call it.
+        `delete`, `rewind` and an overwrite still delete it. As with `annotate`, any rank may call.
 
         Args:
             step: The step.
@@ -724,7 +724,7 @@ class Checkpointer:
                 that keep blobs of deleted checkpoints in use, and the steps that borrow from these.
             everything: Without `steps`, compact every checkpoint that borrows.
             dry_run: Report the bytes that would be freed or used, and change nothing.
-            on_progress: As for `save`; reports one checkpoint after the other.
+            on_progress: As for `save`; reports one checkpoint at a time.
 
         Raises:
             ConfigError: `steps` are not steps, or are given together with `everything`.
@@ -875,7 +875,7 @@ class Checkpointer:
     def _end_save_of_ranks(self) -> None:
         """Wait for the pending save of several ranks; a later call raises its errors.
 
-        A rank can be in only one round at a time, because the others look for it in only one.
+        A rank can be in only one round at a time, because other ranks look for it in only one.
         """
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)

@@ -69,12 +69,12 @@ def _find_installed(
     path: Sequence[str] | None = None,
     target: ModuleType | None = None,
 ) -> ModuleSpec | None:
-    """Find a module as Python's finder does, but within `installed_only` only in its folders.
+    """Find a module as Python's finder does; within `installed_only`, search only its folders.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
     finder before Python's could not keep Python's from searching the working directory. A
-    replacement would hide it from packages that look for it in `sys.meta_path`, to insert a finder
-    before it (typeguard, jaxtyping) or to replace it (importlib_metadata).
+    replacement would hide Python's from packages that look for it in `sys.meta_path`, to insert a
+    finder before it (typeguard, jaxtyping) or to replace it (importlib_metadata).
     """
     spec: ModuleSpec | None
     spec = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)

@@ -20,7 +20,7 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError):
-    """A configuration, URL or option is wrong; nothing was touched."""
+    """A configuration, URL or option is wrong; nothing was changed."""
 
 
 class PluginError(PenstockError):
@@ -76,7 +76,7 @@ class SaverClosedError(SaveError):
 
 
 class LostRaceError(SaveError):
-    """Another process published the same step and generation first; it won."""
+    """Another process published the same step and generation first."""
 
 
 class NotDrainedError(SaveError):
@@ -122,7 +122,7 @@ class UnsyncedError(StorageError):
 
 
 class WrongPlaceError(StorageError):
-    """A tier is not the one that the run has used so far; it may not be mounted."""
+    """A tier is not the place that the run has used so far; perhaps it is not mounted."""
 
 
 class CapabilityError(StorageError):
@@ -137,7 +137,7 @@ class CheckpointNotFoundError(PenstockError):
 
 
 class CheckpointGoneError(CheckpointNotFoundError):
-    """The checkpoint was deleted while it was being read."""
+    """The checkpoint was deleted or overwritten while it was in use."""
 
 
 class DamagedError(PenstockError):

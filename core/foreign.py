@@ -1,4 +1,4 @@
-"""Errors of third-party code: notes on their origin, and their text for messages of our errors.
+"""Errors of third-party code: notes on their origin, and their text for our own messages.
 
 Tested in `tests/integration/faults/test_foreign_errors.py`.
 """
@@ -26,7 +26,7 @@ def is_foreign(instance: object) -> bool:
 
 @contextmanager
 def noting_origin(whence: Callable[[], str]) -> Iterator[None]:
-    """Note the origin on any error that is not Penstock's; inner blocks add their notes first."""
+    """Note the origin on each error that is not Penstock's; inner blocks add their notes first."""
     try:
         yield
     except PenstockError:

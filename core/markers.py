@@ -35,8 +35,8 @@ class PerRank:
 
     Attributes:
         value: Anything that may be in a state tree.
-        index: The index of this value; default: the rank. Ranks with the same index must have the
-            same value, such as ranks that read the same data.
+        index: The index of this value; default: the rank. Ranks with the same index, such as those
+            that read the same data, must have the same value.
         count: The number of values; default: the number of ranks.
         on_change: What a restore does if the stored number of values differs: raise (`"error"`),
             keep the live value (`"keep"`), or call a function with the list of all stored values,
@@ -45,7 +45,7 @@ class PerRank:
 
     Raises:
         UnsupportedStateError: `index` is not in `range(count)`, only one of the two is given, or
-            `on_change` is none of these.
+            `on_change` is invalid.
     """
 
     value: Any
@@ -149,7 +149,7 @@ class Shard:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The rectangles of the piece: one for `offsets`, none if the piece is empty."""
+        """The rectangles of the piece: one for `offsets`, none for an empty piece."""
         if not math.prod(self.global_shape):
             return (Region.whole(self.global_shape),)  # no elements, so every piece is the whole
         if self.flat_range is not None:
@@ -236,8 +236,8 @@ class Leaves:
     """Some leaves of a subtree, each a separate object; other ranks may have the rest.
 
     Without `Leaves`, a dict or list of plain values is one value, which ranks cannot split. The
-    checkpoint has the dicts and lists that hold the leaves. `Leaves` can only be saved: a template
-    needs those dicts and lists in its place.
+    checkpoint stores the dicts and lists that hold the leaves. `Leaves` can only be saved: a
+    template needs those dicts and lists in its place.
 
     Attributes:
         items: The leaves of this rank by path. A path is a tuple of dict keys (strings) and list
@@ -273,8 +273,8 @@ class Streamed:
     """A tensor whose bytes a save reads from a function, piece by piece, instead of from memory.
 
     Use it for state in a file: the save needs staging memory, but no memory for the whole tensor.
-    The checkpoint has a tensor. `Streamed` can only be saved: a template needs a tensor in its
-    place.
+    The checkpoint stores an ordinary tensor. `Streamed` can only be saved: a template needs a
+    tensor in its place.
 
     Attributes:
         dtype: The name of a torch dtype, such as `"bfloat16"`.

@@ -250,7 +250,7 @@ class Reader:
         round_: _RestoreTurn | None,
         templates: TemplatesOfRanks | None = None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        """Read a step, or with fallback the newest whole step, and emit events of each attempt.
+        """Read a step, or with fallback the newest whole step, and emit events for each attempt.
 
         Args:
             verb: `restore` or `load`.

@@ -15,7 +15,7 @@ _KNOWN = 30
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a hint for a message: the nearest candidates, else the first; empty without any."""
+    """Return a hint for a message: the nearest candidates, else the first ones, if any."""
     names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     if near:

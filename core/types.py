@@ -113,8 +113,8 @@ class Replica:
         index: The place of this rank among these ranks, from 0.
         count: Number of these ranks; 1 if this rank alone holds the bytes.
         ranks: Their global ranks, in the order of `index`; empty if unknown.
-        place: The shown path of a `PerRank` with an index, if these ranks are those that use the
-            same index there. Until all ranks have posted their indices, `count` is 1.
+        place: The shown path of the `PerRank` whose index these ranks share; empty if there is
+            none. Until all ranks have posted their indices, `count` is 1.
         submesh: Whether only some ranks of the job share the tensor. Other ranks may have an equal
             copy under the same name, such as a tied weight.
     """
@@ -276,7 +276,7 @@ def align_up(value: int, unit: int) -> int:
 def collide(keys: Collection[object]) -> bool:
     """Return whether building a set or dict of `keys`, in this order, takes too many probe steps.
 
-    Each key has a sequence of slots, by its hash; Python uses the first free one. An attacker can
+    A key's hash gives a sequence of slots, and Python uses the first free one. An attacker can
     choose numbers, with equal or different hashes, so that each key probes most of the table:
     667 KB of them held the GIL for 72 s, and ten times that would hold it for hours. So this
     function simulates the steps, up to a limit, at each size of the growing table. A million
@@ -356,7 +356,7 @@ FACTORIES: dict[str, type] = {
 
 
 def loaded_class(name: str) -> type | None:
-    """Return the class that `name`, a `module:qualified.name`, means; None if it is not loaded.
+    """Return the class named `module:qualified.name`; None if it is not loaded.
 
     Imports nothing and runs no code: it calls no module's `__getattr__`, loads no lazily imported
     module, and resolves no proxy of a module or class.

@@ -77,8 +77,8 @@ class Catalog:
             backend: The backend of the run.
             before_delete: Called with the uids of checkpoints that are about to be deleted.
             delete_failed: Called with these uids if the deletion fails; some may remain.
-            look: Returns whether a place has all data of a checkpoint. The catalog calls it for a
-                checkpoint to keep before it deletes others because of that checkpoint.
+            look: Returns whether a place has all data of a checkpoint. The catalog deletes older
+                checkpoints only in favor of one that passes.
             note_own: Called with the uid of a checkpoint that this process wrote, so that `look`
                 need not read its manifest.
         """
@@ -295,8 +295,8 @@ class Catalog:
     def delete_older_generations(self, step: int) -> None:
         """Delete the generations that an overwrite of `step` replaced.
 
-        Keeps all of them while the newest generation lacks data: its saver may have stalled, have
-        been pruned and have published late. Then only the older generation is whole.
+        Keeps all of them while the newest generation lacks data: its saver may have stalled, been
+        pruned, and published late. Then only the older generation is whole.
 
         Raises:
             FormatError: The newest generation is unreadable; nothing was deleted.

@@ -157,8 +157,8 @@ class Commit:
     def never_published(self) -> bool:
         """Whether no commit record of this save exists, and none can appear without a new publish.
 
-        After a lost reply the record may still appear, even where another saver's was deleted. Only
-        a refusal of its name by the store rules that out. Until then other ranks keep their data.
+        After a lost reply the record may still appear, even after another saver's was deleted. Only
+        the store's refusal of its name rules that out. Until then other ranks keep their data.
         """
         return self._may_delete or not self._tried
 

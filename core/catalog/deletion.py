@@ -154,7 +154,7 @@ def delete_records(
 
 
 def _places(backend: Backend) -> list[Backend]:
-    """Return the places of a run, the most durable first, so that no deleted record is copied."""
+    """Return the places of a run, the most durable first, so that nothing is copied there again."""
     return places_of(backend)[::-1]
 
 

@@ -129,8 +129,8 @@ def write_note(
 ) -> str:
     """Publish a note on a checkpoint in each place that has it, the fastest first.
 
-    In this order, a copy to a slower place, which carries notes over after its commit, finds this
-    note in the faster place.
+    In this order, a copy to a slower place finds this note in the faster one, because it carries
+    notes over after its commit.
 
     Returns:
         The name of the note.
@@ -221,7 +221,7 @@ def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
     """Read a note from the first place that has it whole; None if it was deleted meanwhile.
 
     Raises:
-        DamagedError: Every place that has the note has it damaged.
+        DamagedError: The note is damaged in every place that has it.
     """
     damage: DamagedError | None = None
     for place in places:

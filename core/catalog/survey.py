@@ -191,7 +191,7 @@ def borrowed_blobs(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, 
     """Return the blobs that a checkpoint borrows, ascending by name, from a tier that lists them.
 
     Raises:
-        DamagedError: The table of these blobs is damaged or missing; names it.
+        DamagedError: The table of these blobs is damaged or missing; names the index.
         StorageError: The store does not answer.
     """
     return from_any_tier(backend, record.index.name, lambda tier: read_borrowed(tier, record))
@@ -318,7 +318,7 @@ def survey_records(backend: Backend) -> Survey:
 def survey_run(backend: Backend) -> Survey:
     """Read all commit records, then the intents of all saves that no record names.
 
-    In this order, if a save commits in between, its record is missed but its intent is read.
+    In this order, a save that commits in between is still seen by its intent.
     """
     survey = survey_records(backend)
     survey.data = data_by_uid(backend)

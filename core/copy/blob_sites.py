@@ -169,7 +169,7 @@ class BlobSites:
         )
 
     def _good(self, site: _Site, read: Read, *, trust_sealed: bool, repair: bool) -> set[str]:
-        """Return the names of wanted blobs that are trusted and, if read here, undamaged."""
+        """Return the names of wanted blobs that are trusted and not found damaged."""
         present = site.right_length(site.trusted)
         good = {blob.name for blob in present}
         # Borrowed blobs that others need are not read again: each save of a long chain would read
@@ -271,9 +271,9 @@ class BlobSites:
     def remove(self) -> None:
         """Delete all leases, the checkpoint's own last; release those that must stay.
 
-        An earlier copy's lease stays. That copy, of this uid or of a checkpoint that borrows from
-        it, may have left other files, which no copy touches without a lease. A lease over orphans
-        stays too: without it all orphans would count as durable.
+        An earlier copy's lease of a borrowed uid stays. That copy may have left other files, which
+        no copy touches without a lease. A lease over orphans stays too: without it all orphans
+        would count as durable.
         """
         for uid, lease in reversed(self._leases.items()):
             if uid != self._record.uid and (lease.found or uid in self._unsure):

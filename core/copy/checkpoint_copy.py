@@ -191,7 +191,7 @@ class CheckpointCopy:
             StepExistsError: The target has another checkpoint at that step, or one with this uid.
             BusyError: Another process has taken over, or copies this checkpoint or one that needs
                 the same blobs. Or the target has data of these uids that no copy wrote.
-            SaveAbortedError: The copy was cancelled, or stalled until its data may be pruned.
+            SaveAbortedError: The copy was cancelled, or stalled so long that prune may delete it.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
             StorageError: A store failed.
@@ -343,7 +343,7 @@ class CheckpointCopy:
         return self._spoiled & {blob.name for blob in blobs}
 
     def _unread_bytes(self, blobs: Sequence[CheckedBlob], kept: Collection[str]) -> int:
-        """Return the bytes of blobs kept unread because a checkpoint there needs them."""
+        """Return the size of blobs kept unread because a checkpoint there needs them."""
         lent = [blob for blob in blobs if blob.name in kept and blob.name not in self._read]
         return sum(blob.length for blob in lent if blob_uid(blob.name) != self._record.uid)
 

@@ -130,7 +130,7 @@ class Lease:
         self._note({*self._record.sealed, name})
 
     def keep(self, names: Iterable[str]) -> None:
-        """Record that only these blobs are durable; call before deleting the others."""
+        """Record that only these blobs are durable. Call it before deleting the others."""
         self._note(set(names))
 
     def refresh(self) -> None:
@@ -187,7 +187,7 @@ class Lease:
             log.warning("%s is not released: %s", self._name, str(error))
 
     def remove(self) -> None:
-        """Delete the lease, which no later copy needs. Only log a failure: the lease expires."""
+        """Delete the lease, which no later copy needs; log a failure, since the lease expires."""
         _held.discard(self._record.token)
         try:
             self.check()  # the record may be another copy's lease

@@ -68,7 +68,7 @@ def bench(
     seconds: _Seconds = 90.0,
     as_json: Json = False,
 ) -> None:
-    """Measure how fast URL saves and restores checkpoints, and find the limit.
+    """Measure how fast checkpoints are saved to URL and restored, and find the limit.
 
     The engine saves, restores and reads random tensors, with one option changed at a time. A plain
     loop of large writes and reads gives the limit. Everything is written under a separate name in

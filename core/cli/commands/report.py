@@ -1,6 +1,6 @@
 """The `penstock report` command: one HTML file with charts, which needs no network.
 
-Escapes all stored texts, since they may hold markup, and plotly renders some HTML in its texts.
+Escapes all stored texts, since they may hold markup, and plotly renders some HTML in chart texts.
 """
 
 from __future__ import annotations

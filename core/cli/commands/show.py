@@ -156,7 +156,7 @@ def show(  # noqa: PLR0913 - its options
     segment), `**` (any number), `?`, `[..]`; a bare prefix selects everything below it.
 
     STORED is an object's size without the gaps between objects; `penstock ls` includes the gaps.
-    RATIO is BYTES over STORED. BORROWED is the size of its data in other checkpoints' blobs.
+    RATIO is BYTES over STORED. BORROWED is the data that it needs from other checkpoints' blobs.
 
     Examples:
       penstock show runs/gpt --depth 1

@@ -138,7 +138,8 @@ def tensor_stats(
         piece_bytes: How much of the tensor to hold in memory at a time.
 
     Returns:
-        None for values without an order (complex, dates, bytes), and for tied objects.
+        The statistics; None for values without an order (complex, dates, bytes), and for tied
+        objects.
 
     Raises:
         DamagedError: Stored bytes differ from the written bytes.

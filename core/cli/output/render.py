@@ -200,7 +200,7 @@ def ratio_text(raw: int, stored: int) -> str:
 
 
 def bar_text(share: float, width: int) -> str:
-    """Return a bar of `width` cells for a terminal, filled to `share`, at most 1."""
+    """Return a bar of `width` cells for a terminal, filled to `share` (at most 1)."""
     from rich.bar import Bar  # noqa: PLC0415 - see `_console`
 
     console = _console()
@@ -209,7 +209,7 @@ def bar_text(share: float, width: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Format `3700` as `1 h`; a negative age (clocks differ) as `now`."""
+    """Format `3700` as `1 h`, and a negative age (clocks differ) as `now`."""
     for unit in ("d", "h", "min", "s"):
         if seconds >= SECONDS[unit]:
             return f"{int(seconds // SECONDS[unit])} {unit}"
@@ -230,7 +230,7 @@ def value_text(value: Any) -> str:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Format steps as `step 1` or `steps 1, 2`, the first ones of many."""
+    """Format steps as `step 1` or `steps 1, 2`; of many, only the first ones."""
     return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
 
 
