@@ -638,7 +638,8 @@ class Checkpointer:
     def pin(self, step: int, tag: str) -> None:
         """Tag a checkpoint, so that retention does not delete it.
 
-        `delete`, `rewind` and an overwrite still delete it. As with `annotate`, any rank may call.
+        `delete`, `rewind` and an overwrite still delete it. Any rank may call `pin`, as with
+        `annotate`.
 
         Args:
             step: The step.

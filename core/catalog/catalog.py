@@ -252,7 +252,7 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: The step does not exist; the message lists existing steps.
-            CheckpointGoneError: It was deleted or overwritten meanwhile; nothing was added.
+            CheckpointGoneError: The step was deleted or overwritten meanwhile; nothing was added.
             ConfigError: The note would be too long, or there are too many notes.
             DamagedError: The commit record of the step is unreadable.
             StorageError: A place failed; it may or may not have the note. Add the note again.

@@ -86,8 +86,8 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
-    # After an abort has won the register no rank publishes, which needs "commit" in the register.
-    # So each rank may delete its data at once, though it has sealed.
+    # After an abort wins the register, no rank publishes, since that needs "commit" there. So each
+    # rank may delete its data at once, even after it has sealed.
     (_S.WRITING, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.COMMIT_DECIDED): (_S.AWAITING, _A.AWAIT),

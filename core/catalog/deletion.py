@@ -228,7 +228,7 @@ def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[Commi
         gone = doomed.difference(*(survey.named for survey in surveys))
         kept = {record.origin for survey in surveys for record in survey.records.values()}
         delete_notes(backend, {record.origin for record in deleted} - kept)
-        # Their intents are deleted too, so the blobs that these reference are not needed for them.
+        # Their intents are deleted too, so they no longer need the blobs that they reference.
         needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
         for uid in sorted(gone):
             delete = delete_manifest if uid in needed else delete_data

@@ -32,7 +32,7 @@ def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
 
 
 def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
-    """Find the saves `uids` in `records`, by uid; stop reading once all are found."""
+    """Return the saves `uids`, by uid, as found in `records`; stop reading once all are found."""
     found: dict[str, LendingSave] = {}
     steps: dict[str, int] = {}
     seen: set[int] = set()

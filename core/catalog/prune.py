@@ -258,7 +258,7 @@ def _refused(unreadable: Mapping[str, DamagedError], *, dry_run: bool) -> PruneR
 
 def _prune_one(backend: Backend, how: _How) -> PruneReport:
     # The clock is read before the records are listed: data that was old *then* cannot have been
-    # committed since. If a pruner were held up in between and read the clock afterwards, data
+    # committed since. If a pruner stalled in between and read the clock afterwards, data
     # committed meanwhile would look old. A dry run writes nothing, not even the record by which
     # some stores measure their time.
     limit_s = (time.time() if how.dry_run else backend.store_time_s()) - how.grace_s
@@ -295,7 +295,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
     gone = _take_all(backend, survey, stays, limit_s, how)
-    if steps or how.everything:  # else the run may be being copied, notes first
+    if steps or how.everything:  # else the run may be a copy in flight, notes first
         _take_notes(backend, survey, stays, limit_s, how, gone)
     return PruneReport(
         tuple(sorted(gone)),
@@ -315,7 +315,7 @@ def _take_all(
     taken: set[str] = set()
     idle = survey.data.keys() - survey.named - stays
     while True:
-        # Attempts deleted so far have lost their intents, and need their references no more.
+        # Attempts deleted so far have lost their intents, and no longer need their references.
         lent = survey.needed_without(gone) | how.lent
         found = _take(backend, idle - lent - taken, limit_s, how)
         taken |= found.keys()

@@ -218,7 +218,7 @@ class Publisher:
         try:
             data = self._backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
             ours = decode_commit(data, name).uid == self._uid
-        except BaseException as error:  # noqa: BLE001 - a plugin's, or want of memory: they prove nothing
+        except BaseException as error:  # noqa: BLE001 - a plugin's error, or no memory: proves nothing
             log.debug("reading %s back: %s", name, said(error))
             return Event.RECORD_ABSENT  # an unreadable record may be ours or another saver's
         return Event.RECORD_IS_OURS if ours else Event.RECORD_IS_OTHER

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo
 
 _LOOKS = 5
-"""How often to read a record that is listed but not found."""
+"""How many times to read a record that is listed but not found."""
 
 Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 """A function that returns whether one place has all data of a checkpoint; see `has_data`."""

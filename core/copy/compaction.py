@@ -181,7 +181,7 @@ class Compactor:
         """Replace a checkpoint with one that borrows nothing: same objects, metadata and codecs.
 
         Raises:
-            CheckpointGoneError: It was deleted or saved again meanwhile; the compaction is undone.
+            CheckpointGoneError: The step was deleted or saved again; the compaction is undone.
             DamagedError: Stored bytes differ from the written bytes; nothing was changed.
             LostRaceError: Another process has compacted the step; nothing was changed.
             PenstockError: As for `Checkpointer.save`; the checkpoint is unchanged, or compacted.

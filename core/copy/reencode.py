@@ -128,7 +128,7 @@ def save_stored(
     workers: Workers,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SaveReport:
-    """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
+    """Save the selected objects of `checkpoint` as a generation of its step; see `copy_objects`.
 
     The copy borrows nothing unless `how` has rules with a codec that needs a base. If the
     checkpoint was saved with `share`, equal chunks are stored once.

@@ -232,7 +232,7 @@ def _waiting(
 
 
 def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
-    """Return, by pending step, a tier and the next one if the next has another save of the step."""
+    """Return, by pending step, a tier and the next tier that has another save of that step."""
     found = {}
     for tier, following in pairwise(tiers):
         for record in pending(tier.backend):

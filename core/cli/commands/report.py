@@ -164,7 +164,7 @@ def plotly_html() -> Any:
 
 
 def page_of(facts: RunFacts) -> str:
-    """Return the page of a report.
+    """Return a report as an HTML page.
 
     Raises:
         ConfigError: plotly is not installed.

@@ -229,7 +229,7 @@ class _Running:
 
 
 def _real(value: Any, dtype: str) -> Any:
-    """Return a tensor or array as an array of ordered numbers; None if it has no order."""
+    """Return a tensor or array as an array of real numbers; None if its values have no order."""
     import numpy as np  # noqa: PLC0415 - only where values are read
 
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""The folders of runs on this machine, and silenced loggers."""
+"""Finds the folders of runs on this machine, and silences loggers."""
 
 from __future__ import annotations
 
