@@ -535,7 +535,7 @@ def cached_part(file: Path) -> float | None:
 
 
 def goes_past_the_cache(folder: Path) -> bool:
-    """Return whether direct writes leave no cached pages; a tmpfs is all cache."""
+    """Return whether direct writes leave no cached pages; on a tmpfs they always do."""
     probe = folder / f"~direct-{os.getpid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0)
     try:
