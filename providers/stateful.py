@@ -284,7 +284,6 @@ def _iterator_that_draws_nothing(loader: Any) -> object:
 
 
 def _is_plain_loader(kind: type) -> bool:
-    """Return whether `kind` is a torch data loader, or an iterator over one."""
     module: Any = sys.modules.get("torch.utils.data.dataloader")
     if module is None:
         return False

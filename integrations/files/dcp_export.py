@@ -120,7 +120,6 @@ class _StreamPlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Read one chunk."""
         tensor = self._stream(write_item)
         if tensor is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)

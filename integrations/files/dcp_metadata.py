@@ -209,7 +209,6 @@ class _MetadataReader:
             self._refuse(f"is not the metadata of a checkpoint: {error}")
 
     def entries(self, folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
-        """Return all objects."""
         blobs = self._blobs(folder)
         paths = self._metadata.get("planner_data")
         names = self._typed(self._metadata.get("state_dict_metadata"), dict)

@@ -222,7 +222,6 @@ class _Reader:
         return weights
 
     def _frozen(self) -> dict[str, Any]:
-        """Return the frozen weights of ZeRO-3."""
         weights: dict[str, Any] = {}
         for name, sizes in (self._first.get("frozen_param_shapes") or {}).items():
             shape = self._shape(name, sizes)

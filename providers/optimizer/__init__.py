@@ -216,7 +216,6 @@ def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
 def _state_paths(
     path: ObjectPath, names: Sequence[str], keys: Sequence[tuple[object, ...]]
 ) -> tuple[list[ObjectPath], list[ObjectPath]]:
-    """Return the path of each parameter, and of each object of its state."""
     heres = [(*path, "state", name) for name in names]
     pairs = zip(heres, keys, strict=True)
     return heres, [(*here, _text(key, here)) for here, some in pairs for key in some]

@@ -132,7 +132,6 @@ class Placer:
         self._result.problems.append(f"{show_path(path)} {text}")
 
     def _is_there(self) -> bool:
-        """Return whether the checkpoint has an optimizer at this path."""
         context = self._context
         node = context.node(self._path)
         below = context.children(self._path)

@@ -36,8 +36,6 @@ STATE, GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the stored value at the path `root`."""
-
     root: ObjectPath
     value: Any
 

@@ -219,7 +219,6 @@ class TensorProvider(StateProvider):
     def _sharded(
         self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
     ) -> StateObject:
-        """Describe this rank's part of a DTensor."""
         shard = local_shard(tensor, path, last_cut=last_cut_of(tensor))
         local = local_of(tensor)
         _refuse_local(local, path)

@@ -213,8 +213,6 @@ class PiecesSource(ByteSource):
 
 
 class _Copies(PendingCopy):
-    """Several copies in flight."""
-
     __slots__ = ("_copies",)
 
     def __init__(self, copies: Sequence[PendingCopy]) -> None:

@@ -485,8 +485,6 @@ def what_a_crash_leaves_is_listed_and_can_be_deleted(open_root: OpenRoot) -> Non
 
 
 def _crash_while_writing(open_root: OpenRoot, name: str) -> None:
-    """Begin a blob in another process, which dies."""
-
     def begin() -> tuple[Backend, BlobWriter]:
         backend = open_root("crash")
         writer = backend.create(name)

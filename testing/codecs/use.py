@@ -292,7 +292,6 @@ def answer(module: str, name: str, folder: str) -> None:
 
 
 def _found(module: str, name: str) -> Any:
-    """Return the class of that name, or None."""
     try:
         return reduce(getattr, name.split("."), import_module(module))
     except (ImportError, AttributeError):

@@ -132,13 +132,11 @@ class _Values:
         return new
 
     def changed(self) -> Any:
-        """Return a fresh value that was changed."""
         value = self.make()
         new = self.change(value)
         return value if new is None else new
 
     def equal(self, one: Any, other: Any) -> bool:
-        """Call `equal` as `check_provider` documents it."""
         return _yes_or_no(self._equal, "equal", one, other)
 
 
