@@ -264,7 +264,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._lead(pending.folder, place, ckpt)
         for name in pending.tree:
             _write(pending.folder / name, _stub_text(name, place, pending.folder))
-        dist.barrier()  # DeepSpeed's `latest` may lead here from now on
+        dist.barrier()  # DeepSpeed's `latest` may name this tag from now on
         self._last = place
         return True
 
@@ -377,7 +377,7 @@ def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
         if place is None:
             msg = f"there is no {file}"
             raise CheckpointNotFoundError(msg)
-        return True  # killed before all stubs of a tag that was saved again were written
+        return True  # a save of an existing tag was killed before it wrote all stubs
     with file.open("rb") as opened:
         if opened.read(len(STUB)) == STUB:
             return True

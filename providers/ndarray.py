@@ -143,8 +143,8 @@ class NdarrayProvider(StateProvider):
             return Placement([_target(value, path)], finish=lambda: value)
         array = np.empty(value.shape, value.dtype)
         stored = context.stored(path)
-        # Only if it will be filled: without strict, the template's array stays if no stored array
-        # fits. The new array would be unwritten memory.
+        # Replaced only if filled: with `strict=False` the stored array may not fit, and the new
+        # array would be unwritten memory.
         fits = (
             stored is not None
             and stored.kind is Kind.TENSOR

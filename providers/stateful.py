@@ -167,7 +167,7 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
     if context.world_size == 1 or "torch.distributed.tensor" not in sys.modules:
         return
     if not any(_is_tensor(context, target.path) for target in placed.targets):
-        return  # without a call of `state_dict`
+        return  # before `state_dict` is called
     made: dict[ObjectPath, object] = {}
     for here, item in _sharded(value.state_dict(), path):
         stored = context.stored(here)

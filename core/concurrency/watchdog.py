@@ -89,7 +89,7 @@ class BackgroundCall(Generic[T]):
         self._claim = threading.Lock()
         self._over = Latch()
         # The waiter does not touch this before the call is over: Ctrl-C could interrupt the waiter
-        # while it holds the future's lock, and the call's thread would wait for it for ever.
+        # while it holds the future's lock, and the call's thread would wait for it forever.
         self._outcome: Future[T] | None = Future()
         self._work = partial(_run, call, self._claim, self._outcome, self._over)
 

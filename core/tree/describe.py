@@ -559,7 +559,7 @@ class _Describing(DescribeContext):
             or not self._forms.issuperset(map(_form, entries))
         ):
             return entries, None
-        if not is_foreign(provider):  # the sources of ours are the memory of the values
+        if not is_foreign(provider):  # our providers' sources are the memory of the values
             self._together.append((values, entries))
         return entries, cast("list[StateObject]", entries)
 

@@ -154,7 +154,7 @@ class _Lane:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._abandoned = True
-            left = max(0, self._queue.qsize() - 1)  # without the mark of the end
+            left = max(0, self._queue.qsize() - 1)  # without the end mark
             self._drop(left, f"it did not end in time, and {left} events that wait are dropped")
 
     def _run(self) -> None:

@@ -67,12 +67,12 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         self._forget()
 
     def _forget(self) -> None:
-        self._resumed: Mapping[str, Any] | None = None  # what was restored, until it is used up
+        self._resumed: Mapping[str, Any] | None = None  # the restored state, until it is used
         self._step: int | None = None  # of the checkpoint that was restored
         self._seen = 0  # the latest global step
         self._saved: int | None = None  # the step of the last save
         self._is_due = False
-        self._order: dict[str, Any] | None = None  # what the order of this epoch was drawn from
+        self._order: dict[str, Any] | None = None  # the random state that ordered this epoch
         self._ahead: list[Any] | None = None  # states of the loaders before the last fetch
         self._validated = -1  # the step of the last validation
         self._before_validation: dict[str, Any] = {}

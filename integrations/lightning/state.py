@@ -115,7 +115,7 @@ def plain_checkpoint(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        # A sharded model's would be gathered, and may be too large.
+        # A sharded model's state dict would be gathered, and may be too large.
         "state_dict": {} if _is_sharded(trainer) else trainer.lightning_module.state_dict(),
         "loops": {"fit_loop": state["loops"]},
         "callbacks": state["callbacks"],

@@ -100,7 +100,7 @@ class OptimizerProvider(StateProvider):
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
                 nodes += context.describe(item, here, role=Role.OPTIMIZER)
-        state: dict[Any, Any] = held.local.state  # may hold state of no parameter
+        state: dict[Any, Any] = held.local.state  # some may belong to no parameter
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
@@ -139,7 +139,7 @@ class OptimizerProvider(StateProvider):
 
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
         if is_wrapper(type(value), OPTIMIZERS):
-            return ()  # the wrapped optimizer was described as well, and claims its own memory
+            return ()  # the wrapped optimizer is described too, and claims its own memory
         claimed = {memory_key(t, storage) for t, storage in _own_tensors(_tensors(_claimed(value)))}
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
         return claimed.difference(map(memory_key, _settings(value)))

@@ -239,7 +239,7 @@ class Matcher:
             else:
                 unmatched.append(member)
         # Second, by names that only one parameter has: a module may have been stored alone and
-        # restored beside another module with the same names, or the other way round.
+        # restored beside another module with the same names, or vice versa.
         uses = Counter(name for member in unmatched for name in member.candidates)
         for member in unmatched:
             if not member.named:

@@ -443,7 +443,7 @@ def _uncast(old: Any, new: Any) -> Any:
 
 
 def _is_cast(old: torch.Tensor, new: torch.Tensor) -> bool:
-    if is_sharded(old) and is_sharded(new):  # comparing them as they are would communicate
+    if is_sharded(old) and is_sharded(new):  # comparing DTensors would communicate
         return old.placements == new.placements and _is_cast(local_of(old), local_of(new))
     if old is new or old.shape != new.shape:
         return old is new

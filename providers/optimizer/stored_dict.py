@@ -327,7 +327,7 @@ def _nested(whole: PlaceContext, top: Mapping[str, _Entry]) -> _Layout | None:
         layout.known += [entry for entry in membership if isinstance(entry, tuple)]
         layout.options.append({(k,): e for k, e in options.items() if k not in MEMBERSHIP})
     if layout.numbered:
-        # A name among the numbers is state of no parameter.
+        # A name among the numbers belongs to no parameter.
         layout.shared = {(name,): e for name, e in entries.items() if not name.isdigit()}
         layout.state = {name: items for name, items in state.items() if name.isdigit()}
     return layout

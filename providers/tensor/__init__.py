@@ -76,8 +76,8 @@ class TensorProvider(StateProvider):
     forms = ("tensor", PARTS_FORM)
 
     def __init__(self) -> None:
-        # One event per device and save is enough, recorded again for each tensor: the copies, which
-        # wait for the event, begin after the last tensor was described.
+        # One event per device and save is enough. It is recorded again for each tensor, and the
+        # copies that wait for it begin after the last tensor was described.
         self._moments: WeakKeyDictionary[DescribeContext, dict[torch.device, torch.cuda.Event]]
         self._moments = WeakKeyDictionary()
         self._empty: WeakKeyDictionary[DescribeContext, dict[object, tuple[ObjectPath, object]]]

@@ -148,7 +148,7 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
 def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """Return a 1-dim tensor over `buffer` without a copy; writing to it needs a writable buffer."""
     if buffer.readonly:
-        # By address: `frombuffer` warns of a read-only buffer, although it is only read here.
+        # By address: `frombuffer` warns about a read-only buffer, although it is only read here.
         address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
         raw = (ctypes.c_char * buffer.nbytes).from_address(address)
         return torch.frombuffer(raw, dtype=dtype)
@@ -168,7 +168,7 @@ class _StorageBytes:
     """Exposes a tensor's memory to numpy, and keeps its storage alive."""
 
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self._storage = tensor.untyped_storage()  # the tensor itself may get another one
+        self._storage = tensor.untyped_storage()  # the tensor itself may get another storage
         if tensor.storage_offset() * tensor.dtype.itemsize + nbytes > self._storage.nbytes():
             msg = "the storage of a tensor was freed or shrunk while its memory was asked for"
             raise RuntimeError(msg)
@@ -197,7 +197,7 @@ class _TensorMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
-        # it, as it takes no part in autograd.
+        # it, because it takes no part in autograd.
         alias = tensor.detach()
         storage = alias.untyped_storage()
         first: int = alias.storage_offset()  # type: ignore[assignment]  # no symbol
@@ -258,7 +258,7 @@ class _TensorMemory:
         before: tuple[object, ...] = ()
         layout, is_quantized = None, False
         for alias, storage, start, size, first, facts in columns:
-            if facts != before:  # most tensors are laid out as the one before
+            if facts != before:  # most tensors have the layout of the previous one
                 before, layout, is_quantized = facts, layout_of(alias), alias.is_quantized
             assert layout is not None
             memory = cls.__new__(cls)
@@ -273,7 +273,7 @@ class _TensorMemory:
         """The identity of the memory when this object was made; None if it has no bytes."""
         layout = self.layout
         # Meta tensors have no memory, and all have address 0: they are not tied.
-        if self._key is None and layout.extent:  # made when asked for: few are
+        if self._key is None and layout.extent:  # made on demand: few are needed
             self._key = MemoryKey(
                 layout.device, self._start, self._offset, layout.spec.shape, layout.strides,
                 layout.reading,
@@ -289,7 +289,7 @@ class _TensorMemory:
         return None if self.address is None else flat_memory(self.tensor, self.nbytes)
 
 
-class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made when asked for
+class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made on demand
     """The source of a tensor's bytes; a copy from a device blocks."""
 
     __slots__ = ()

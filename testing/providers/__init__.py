@@ -77,7 +77,7 @@ def check_provider(
         stored = store({"part": value}, providers=providers)
         description_is_whole(stored)
         description_repeats(stored, {"part": value})
-        # The comparison above misses it if both descriptions are of the changed value.
+        # The comparison above misses a change that both descriptions show.
         assert values.equal(value, make()), "describing changes the value"
         values_together_are_as_each(make, providers)
         if not copies:

@@ -314,8 +314,8 @@ def describing_after_a_change_sees_it(
 ) -> None:
     """Check that a description after a change shows the changed value and its memory."""
     value: Any = make()
-    # Held until the later one is made: at the same address, a provider that caches by address
-    # would pass.
+    # Held until the later description is made: at the same address, a provider that caches by
+    # address would pass.
     earlier = store({"part": value}, providers=providers)
     changed = change(value)
     value = value if changed is None else changed
