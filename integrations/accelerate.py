@@ -172,7 +172,7 @@ class _Position:
 
     @staticmethod
     def of(loader: Any) -> _Position:
-        """Return the only position of a loader; make it at the first call."""
+        """Return a loader's position, which the first call makes."""
         return vars(loader).get("penstock_position") or _Position(loader)
 
     def state_dict(self) -> Mapping[str, Any]:

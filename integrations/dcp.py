@@ -108,7 +108,7 @@ class _Storage:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: Penstock raises its own error for an unusable location, with the reason."""
+        """Return True, because Penstock itself reports why a location is unusable."""
         del checkpoint_id
         return True
 

@@ -125,7 +125,7 @@ class _Place:
     Attributes:
         run: The run; in `penstock.json`, a path is relative to the file's folder.
         step: The step.
-        uid: The newest save of the step when this record was made.
+        uid: The uid of the step's newest save when this record was made.
         tag: The tag in the metadata of the checkpoint.
     """
 
@@ -136,7 +136,7 @@ class _Place:
 
     @classmethod
     def read(cls, folder: Path) -> _Place | None:
-        """Read the record of the checkpoint that the stubs in a folder name; None without a record.
+        """Read the record in a folder of stubs; None if there is none.
 
         Raises:
             FormatError: The record is damaged.
@@ -453,7 +453,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """Undo `_plain`, except that the ZeRO stage stays an equal number."""
+    """Undo `_plain`, except that the ZeRO stage stays a number, which compares equal."""
     if type(value) is list:
         return [_live(item) for item in value]
     if type(value) not in {dict, OrderedDict}:

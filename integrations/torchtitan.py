@@ -51,7 +51,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
-        """All fields of torchtitan, which are honored, and two more.
+        """All fields of torchtitan's own `Config`, which are honored, and two more.
 
         `initial_load_path` may also be a run of Penstock, or a step of one: `/runs/gpt/step-100`.
         """

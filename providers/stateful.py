@@ -159,7 +159,7 @@ def _why_not(count: int, whole: object) -> str:
 
 
 def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:
-    """Plan a `DTensor` for each stored tensor that is one in the state of `value`.
+    """Plan a `DTensor` for each stored tensor that is a `DTensor` in the state of `value`.
 
     With plain tensors, each rank would read the whole tensor. The value's code would then mix it
     with a module's DTensors, which torch refuses.

@@ -84,7 +84,7 @@ class WrapperBackend(DelegatingBackend):
         return Backend.submit_read(self, requests)
 
     def store_time_s(self) -> float:
-        """Return the store's time; if the inner backend inherits the method, so does this one.
+        """Return the store's time; use this backend's calls if the inner one inherits the method.
 
         The faults must hit the probe that the base class publishes, since a process may die right
         after it.
@@ -312,7 +312,7 @@ class LatencyBackend(WrapperBackend):
         self._link = threading.Lock()  # held while bytes pass: parallel requests share the limit
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read after the bytes' transfer time."""
+        """Read after a sleep for the transfer time."""
         self.pass_bytes(sum(request.target.nbytes for request in requests))
         super().read(requests)
 

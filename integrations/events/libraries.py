@@ -95,10 +95,10 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """Logs `penstock/...` to a run of Weights & Biases, against the step metric `penstock/step`.
 
-    A save becomes durable some training steps later, and W&B drops figures of a step that is before
-    its own counter. So these figures have their own step metric. They are logged without a commit:
-    W&B adds them to the row that the training loop commits next, and they never advance the counter
-    of the loop's own `log(..., step=...)`.
+    A save becomes durable some training steps later, and W&B drops figures for a step below its own
+    counter. So these figures have their own step metric. They are logged without a commit: W&B adds
+    them to the row that the training loop commits next, and they never advance the counter of the
+    loop's own `log(..., step=...)`.
     """
 
     def __init__(self, run: Any = None) -> None:

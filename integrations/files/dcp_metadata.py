@@ -1,8 +1,8 @@
 """Reads the `.metadata` pickle of a `torch.distributed.checkpoint` folder without running code.
 
 The pickle names a dozen classes. An inert class, which keeps its state and does nothing, replaces
-each of them. Every other name is refused, so a crafted file cannot make anything be imported or
-called. This works for torch 2.6 to 2.15, and for Megatron, which has two classes of its own.
+each of them. Every other name is refused, so a crafted file cannot import or call anything. This
+works for torch 2.6 to 2.15, and for Megatron, which has two classes of its own.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class _MetadataReader:
         return tensor
 
     def _check_cover(self, tensor: StoredTensor) -> None:
-        """Check that exactly one chunk has each element, on the grid of all chunk bounds."""
+        """Check that exactly one chunk contains each element, on the grid of all chunk bounds."""
         if 0 in tensor.shape:
             return
         chunks, shape = tensor.chunks, tensor.shape

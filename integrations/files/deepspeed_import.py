@@ -1,4 +1,4 @@
-"""Reads folders that DeepSpeed wrote with ZeRO, on any number of ranks.
+"""Reads folders that DeepSpeed wrote with ZeRO, from any number of ranks.
 
 Each rank's file has its range of the flattened fp32 weights and of the optimizer's state. A read
 joins the ranges of each parameter, under the model's names. DeepSpeed is not needed: inert classes

@@ -40,8 +40,8 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     """Return the weights of a folder, under `model`, and the configuration of an adapter.
 
     Raises:
-        FormatError: A file or the index is damaged, two shards have the same name, or the shards do
-            not match the index.
+        FormatError: A file or the index is damaged, two shards have the same tensor, or the shards
+            do not match the index.
         UnsupportedStateError: A file of `torch.save` has more than tensors.
     """
     read = read_tensors if suffix == SUFFIX else _read_old_tensors

@@ -70,7 +70,7 @@ class ExportOptions:
 def is_cast(dtype: str, shape: Sequence[int]) -> bool:
     """Return whether a cast converts such tensors: floats with at least one dimension.
 
-    It would round an optimizer's step count, which has none.
+    A cast would round an optimizer's step count, which has no dimension.
     """
     return dtype in FLOATS and len(shape) > 0
 

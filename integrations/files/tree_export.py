@@ -26,7 +26,7 @@ def stream_tree(view: Checkpoint, options: ExportOptions) -> dict[str, Any]:
 
 
 def streams_of(tree: object, known: dict[int, Streamed] | None = None) -> list[Streamed]:
-    """Return the streamed tensors of a tree, each tied one once."""
+    """Return the streamed tensors of a tree, each tied tensor once."""
     known = {} if known is None else known
     if isinstance(tree, Streamed):
         known[id(tree)] = tree

@@ -1,4 +1,4 @@
-"""Lightning's classes, from the package of the two that the program has imported."""
+"""Lightning's classes, from whichever of its two packages the program has imported."""
 
 from __future__ import annotations
 

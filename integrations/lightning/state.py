@@ -50,7 +50,7 @@ def gradients_of(trainer: Any) -> dict[str, Any]:
 
 
 def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """Adapt rank 0's state to another number of ranks, without its position in the data."""
+    """Adapt rank 0's state to another number of ranks: drop its position in the data."""
     if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
         log.warning(
             "lightning: saved in the middle of an epoch by another number of ranks: the rest of "

@@ -144,7 +144,7 @@ def _is_stateful(item: object) -> bool:
 
 
 def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter under each of its names, also tied ones, without wrapper prefixes."""
+    """Yield every parameter under each of its names, tied names included, without wrappers."""
     if is_flattened(value):
         yield from flat_parameters(value)
         return

@@ -40,7 +40,7 @@ class _Held:
     Attributes:
         parameter: The original parameter, which optimizers hold.
         local: This rank's elements, one-dimensional; None if each rank has the whole parameter.
-        flat: Which elements `local` holds; None if `local` is.
+        flat: Which elements `local` holds; None if `local` is None.
     """
 
     parameter: torch.Tensor
@@ -168,7 +168,7 @@ def _handles(value: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _Held]:
-    """Return the flattened parameters by the id of their module and their name there."""
+    """Return the flattened parameters by the id of their module and their name in it."""
     parameters: dict[tuple[int, str], _Held] = {}
     for state, handle in _handles(value):
         flat_param = handle.flat_param

@@ -1,9 +1,9 @@
 """The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
 Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank describes only the
-state that it holds, which is a part of it with `ZeroRedundancyOptimizer`. Each parameter has a node
-with its shape and position, so that optimizers without names can be matched by order. Only these
-nodes record which parameters a group has, because ranks that train different parameters have
+state that it holds: with `ZeroRedundancyOptimizer`, that of some parameters. Each parameter has a
+node with its shape and position, so that optimizers without names can be matched by order. Only
+these nodes record which parameters a group has, because ranks that train different parameters have
 different groups. Together the nodes of all ranks describe all parameters.
 """
 
@@ -249,7 +249,7 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
 
 
 def _piece(item: object, flat: Flat) -> object:
-    """Return state of a parameter that is cut by flat ranges as a shard of the whole state."""
+    """Return a parameter's local state as a `Shard` of the whole state, if it is per element."""
     if not isinstance(item, torch.Tensor) or item.shape != (flat.stop - flat.start,):
         return item
     return flat.shard(item)

@@ -45,8 +45,8 @@ class Held:
         local: The optimizer that holds this rank's state: `value` itself, or the inner optimizer
             of `value`. For a state dict, an object with `state` and `defaults`.
         groups: The param groups, with the parameters of all ranks.
-        owned: The ids of the parameters with state on this rank; None: each rank has the state
-            of all its parameters.
+        owned: The ids of the parameters with state on this rank; None if each rank has the state of
+            all its parameters.
     """
 
     value: Any

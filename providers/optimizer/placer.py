@@ -153,7 +153,7 @@ class Placer:
     def _is_of_another_kind(self) -> bool:
         """Return whether the stored state belongs to another algorithm, and report that.
 
-        A class of another name may be the same algorithm with more or fewer options. Two classes
+        A class with another name may be the same algorithm with more or fewer options. Two classes
         count as different algorithms only if each has options that the other lacks.
         """
         node, mine = self._context.node(self._path), self._held.kind
@@ -401,7 +401,7 @@ class Placer:
 
 
 def _agree(stored: object, here: list[int] | None) -> bool:
-    """Return whether two parameter shapes agree; None, of a state dict, agrees with any shape."""
+    """Return whether two shapes agree; None, an unknown shape, agrees with any shape."""
     return stored is None or here is None or stored == here
 
 

@@ -269,7 +269,7 @@ def _flattened(value: dict[str, Any], node: Node, context: PlaceContext) -> Temp
 
 
 def _stand_in(items: dict[Any, Any], used: set[int]) -> torch.Tensor:
-    """Return a stand-in for a parameter: a DTensor of its state, or else its largest tensor."""
+    """Return a stand-in for a parameter: its largest state tensor, with DTensors preferred."""
     tensors = [t for t in items.values() if isinstance(t, torch.Tensor) and id(t) not in used]
     best = max(tensors, key=lambda t: (is_sharded(t), t.numel()), default=None)
     if best is None:

@@ -429,7 +429,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's bytes are plain strided memory; it may have been freed."""
+    """Return whether the tensor's bytes are plain strided memory, which may have been freed."""
     return (
         not tensor.is_nested
         and not tensor.is_meta

@@ -91,7 +91,7 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> boo
 
 
 class GatheredLines(NamedTuple):
-    """The lines of several tensors, copied together on the tensors' device.
+    """The lines (see `Lines`) of several tensors, copied together on the tensors' device.
 
     Attributes:
         data: All bytes, one-dimensional `uint8`.
@@ -119,7 +119,7 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
 
     Args:
         tensors: The tensors, each as its `carrier`, whose elements copy bit by bit.
-        lines: The lines of each.
+        lines: The lines of each tensor.
 
     The lines of a contiguous tensor are one strided view, and `cat` copies many views in one
     kernel. 1,000 tensors take some 3 ms of host time. Indexing each would take three times as long.

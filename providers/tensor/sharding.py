@@ -40,8 +40,8 @@ class Cut(NamedTuple):
     """How one mesh dimension cuts a dimension of a tensor.
 
     The tensor's dimension is cut into `factor` pieces, and each piece into one share per rank. A
-    rank takes its own share of every piece, in order. All pieces have the smallest size that
-    suffices, and so do the shares, except that the last ones may be smaller or empty.
+    rank takes its own share of every piece, in order. Pieces and shares have the smallest size that
+    suffices; the last ones may be smaller or empty.
 
     Attributes:
         mesh_dimension: The mesh dimension.
