@@ -48,10 +48,10 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the storage addresses that a step changes: of parameters, then of their state.
+    """Yield the storage addresses that a step changes: first of parameters, then of their state.
 
-    Yields 0 for a parameter without its own memory. The state may be deferred although no
-    parameter is: parameters in shared memory, or changed by a forward pass, never are.
+    Yields 0 for a parameter without its own memory. State may be deferred where no parameter is:
+    parameters in shared memory, or changed by a forward pass, are never deferred.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
