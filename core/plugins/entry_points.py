@@ -221,8 +221,10 @@ def breach_of_instance(plugin: object, /) -> str | None:
         return _breach_of_codec(plugin)
     if isinstance(plugin, Backend):
         return _breach_of_backend(plugin)
-    if isinstance(plugin, Replayer) and type(answer := plugin.handles(object())) is not bool:
-        return f"returned {answer!r} from handles: it must be True or False"
+    if isinstance(plugin, Replayer):
+        answer: object = plugin.handles(object())
+        if type(answer) is not bool:
+            return f"returned {answer!r} from handles: it must be True or False"
     return None
 
 
