@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.log.archive import EntryBackend
 from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
 from penstock.core.log.replayed import take_again
 from penstock.core.log.steps import NotLoggedError, set_options
@@ -69,7 +70,7 @@ class LogReplay:
         """
         began = time.monotonic()
         optimizers = optimizers_of(state, self.registry)
-        opened = [self._open(entry) for entry in entries]
+        opened = self._open(entries)
         try:
             for logged in self._ahead(opened):
                 for step in logged.get(STEPS, ()):
@@ -155,10 +156,15 @@ class LogReplay:
             msg = f"the log has another shape of {report.mismatched[0].path}"
             raise NotLoggedError(msg)
 
-    def _open(self, entry: StoredEntry) -> Opened:
-        backend = entry.open(self.backend)
+    def _open(self, entries: Sequence[StoredEntry]) -> list[Opened]:
+        files: dict[str, tuple[str, int, int]] = {}
+        for entry in entries:
+            files |= entry.files(self.backend)
+        backend = EntryBackend(self.backend, files)
         loader = Loader(backend, self.workers, io_timeout_s=self.config.io_timeout_s)
-        record = Catalog(backend).require_newest()
-        return Opened.open(
-            backend, record, loader, self.registry, allow_pickle=self.config.allow_pickle
-        )
+        allow_pickle = self.config.allow_pickle
+        return [
+            Opened.open(backend, record, loader, self.registry, allow_pickle=allow_pickle)
+            for step in Catalog(backend).steps()
+            for record in [Catalog(backend).record(step)]
+        ]

@@ -20,7 +20,6 @@ from penstock.core.format.segment import (
     log_prefix,
     segment_name,
 )
-from penstock.core.log.archive import EntryBackend
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class StoredEntry:
     offset: int
     header: EntryHeader
 
-    def open(self, backend: Backend) -> EntryBackend:
-        """Return a backend that shows its files.
+    def files(self, backend: Backend) -> dict[str, tuple[str, int, int]]:
+        """Return segment, offset and length of each of its files.
 
         Raises:
             FormatError: Its directory is damaged.
@@ -60,9 +59,7 @@ class StoredEntry:
         data = bytearray(self.header.directory_bytes)
         backend.read([ReadRequest(self.segment, start, memoryview(data))])
         files = decode_directory(bytes(data), self.header, self.segment)
-        return EntryBackend(
-            backend, self.segment, {name: (start + at, n) for name, (at, n) in files.items()}
-        )
+        return {name: (self.segment, start + at, length) for name, (at, length) in files.items()}
 
     def is_whole(self, backend: Backend) -> bool:
         """Read the whole entry; return whether its bytes are those that were written."""
