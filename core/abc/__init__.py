@@ -1,4 +1,4 @@
-"""The plugin contracts `StateProvider`, `Codec` and `Backend`, and the records they exchange.
+"""The contracts of `StateProvider`, `Codec` and `Backend`, and their records.
 
 Here: the guarantees between plugins and core, with slow but correct defaults. `Coordination` is
 the contract through which ranks agree; users pass an instance, and no registry finds it. Not here:
