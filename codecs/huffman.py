@@ -95,7 +95,7 @@ _inner: Callable[[Any], Any] = numba.njit(nogil=True)
 
 @_inner
 def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
-    """Count how often each byte occurs in the plane; `pairs` is zero before and after."""
+    """Count the bytes of the plane; `pairs` must be zero before, and is zero after."""
     # Equal bytes follow each other, and each addition waits for the last one to the same place.
     # Counting pairs halves the additions.
     whole = plane.size // 8 * 8

@@ -65,7 +65,7 @@ class ZstdCodec(Codec):
         self._local = _PerThread()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return `ZSTD_COMPRESSBOUND`."""
+        """Return `ZSTD_COMPRESSBOUND` of `raw_length`."""
         small = max(0, (128 << 10) - raw_length)
         return raw_length + (raw_length >> 8) + (small >> 11)
 

@@ -44,9 +44,9 @@ class FsspecConfig(PluginConfig):
         buffer_bytes: Memory for copied parts in flight; data that covers a whole part is not
             copied.
         merge_gap_bytes: The largest gap between two ranges that one request reads together.
-        timeout_s: Maximum time to connect, and to wait until the store sends or accepts more bytes.
+        timeout_s: Maximum seconds to connect, or to wait until the store sends or accepts bytes.
         attempts: Maximum attempts of an operation that is safe to repeat.
-        retry_total_s: The time after which no further attempt begins. If this is at most
+        retry_total_s: The seconds after which no further attempt begins. If this is at most
             `timeout_s`, an attempt that times out is the last one.
         conditional_put: Whether the store decides between concurrent publishers (`If-None-Match: *`
             of S3 and Azure, generations of Google). `auto` assumes so for AWS, and probes other

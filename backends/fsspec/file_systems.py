@@ -353,10 +353,10 @@ class FileStore(Store):
         return files
 
     def _check_is_listing(self, folder: str, entries: Sequence[dict[str, Any]]) -> None:
-        """Refuse a page that only seems to list an empty folder, such as the login of a gateway.
+        """Refuse a page that only looks like an empty folder, such as a gateway's login page.
 
-        fsspec reads any answer over HTTP as a listing, and ignores all but links. A run that seems
-        to have no checkpoints would start from scratch.
+        fsspec parses any HTTP answer as a listing, and reads only its links. A run that seems to
+        have no checkpoints would start from scratch.
         """
         if any(_ENTRY.fullmatch(entry["name"], len(folder)) for entry in entries):
             return

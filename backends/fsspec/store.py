@@ -171,7 +171,7 @@ class Retry:
 
     Attributes:
         attempts: Maximum attempts.
-        total_s: The time after which no further attempt begins.
+        total_s: The seconds after which no further attempt begins.
         random: Draws the pauses from the system, so that forked ranks draw different pauses.
         timing: The bounds of the pauses between attempts.
     """

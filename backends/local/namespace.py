@@ -373,7 +373,7 @@ class Namespace:
 
 
 def _obstacle(folder: str) -> int:
-    """Return the error number that creating a file in `folder` would fail with; 0 if none."""
+    """Return the errno with which creating a file in `folder` would fail; 0 if it would not."""
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         return errno.ENOTDIR
     if os.statvfs(folder).f_flag & os.ST_RDONLY:

@@ -227,7 +227,7 @@ class Slot:
         self.view = memoryview(b"")
 
     def open(self) -> memoryview:
-        """Return the memory."""
+        """Return the memory; the first call allocates it."""
         if self._memory is None:
             self._memory = mmap.mmap(-1, SLOT_BYTES)
             self.view = memoryview(self._memory)

@@ -61,7 +61,7 @@ class Component:
         stop: The offset after the last byte; None means the end of the file.
         stripe_count: The number of stripes; 0 is the file system's default, `ALL_STRIPES` puts one
             stripe on every OST.
-        stripe_bytes: The stripe size; 0 is the default.
+        stripe_bytes: The stripe size in bytes; 0 is the default.
         osts: The OST index of every stripe; empty until OSTs are assigned.
         on_mdt: Whether the bytes are on a metadata server (Data-on-MDT).
         stale: Whether the component's mirror lacks later writes.

@@ -26,14 +26,14 @@ class LustreConfig(LocalConfig):
     """Options of `lustre`, besides those of every file backend.
 
     Attributes:
-        allocate_bytes: The space to reserve ahead of the writes, as in every file backend. Off by
-            default: not every Lustre supports it, and its gain there is not measured.
+        allocate_bytes: The bytes to reserve ahead of the writes, as in every file backend. 0 by
+            default: not every Lustre supports this, and its gain there is not measured.
         engine: The engine that moves bytes; `auto` uses io_uring if possible.
         parallel: Maximum requests in flight. Only short requests reach this number, since a save
             has 256 MiB in flight.
         stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 uses all
             OSTs, and 0 uses the file system's default. `inherit` uses the folder's default layout.
-        stripe_bytes: The stripe size; `auto` chooses it for each blob.
+        stripe_bytes: The stripe size in bytes; `auto` chooses it for each blob.
         pool: The OST pool for blobs; the metadata server then chooses the OSTs.
         records: `auto` gives small records one stripe if the folder's default gives them more.
             `dom` puts their first 64 KiB on the metadata server. `inherit` does neither.

@@ -78,7 +78,7 @@ class Striping:
 
     Attributes:
         stripe_count: The number of stripes, at least one.
-        stripe_bytes: The stripe size, a multiple of `STRIPE_UNIT`.
+        stripe_bytes: The stripe size in bytes, a multiple of `STRIPE_UNIT`.
         osts: The OST index of every stripe; empty if the metadata server chooses.
     """
 

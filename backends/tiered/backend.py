@@ -63,7 +63,7 @@ class TieredConfig(PluginConfig):
         durable_means: The tier that must have the whole checkpoint for `handle.durable`.
         drain_every: Copies every N-th save; 0 copies none. A save that does not fit in `fast` still
             goes to `durable`.
-        drain_bytes_per_s: Limit of the copy rate; None sets no limit.
+        drain_bytes_per_s: Maximum bytes per second to copy; None sets no limit.
         drain_in: Where copies run: on a `thread` of the trainer, or in a separate `process`, which
             slows training less; `auto` uses a process for checkpoints of 64 MiB and more.
         keep_fast: The number of checkpoints that eviction keeps in `fast` after they were copied to
@@ -147,7 +147,7 @@ class TieredBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Return the options of `tiered://?fast=/nvme/run&durable=s3://bucket/run`, URL-quoted."""
+        """Return the options of `tiered://?fast=/nvme/run&durable=s3://bucket/run` (URL-quoted)."""
         if url.partition("://")[2].strip("/"):
             msg = "a tiered:// URL has options only: tiered://?fast=...&durable=..."
             raise ConfigError(msg)
@@ -201,7 +201,7 @@ class TieredBackend(Backend):
         return failed
 
     def _delay(self, number: int, error: StorageError, took_s: float) -> None:
-        """Replace a tier by a backend that opens once the tier has the right root."""
+        """Replace a tier's backend with one that opens after the tier has the right root."""
         backend = self._backends[number]
 
         def open_checked() -> Backend:

@@ -138,7 +138,7 @@ class Backend(ABC):
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
-        """Open the backend that `config` describes, and any backends that it consists of.
+        """Open the backend that `config` describes, and any backends that it wraps.
 
         Args:
             config: An instance of `Config`.
@@ -239,10 +239,10 @@ class Backend(ABC):
     # Slow-but-correct defaults -----------------------------------------------------------------
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Call `writer.write(requests)` in the background; the future's end frees the buffers.
+        """Call `writer.write(requests)` in the background.
 
-        With `Capabilities.ordered`, the batches of one blob are written one at a time, in the order
-        of submission.
+        The buffers are in use until the future ends. With `Capabilities.ordered`, the batches of
+        one blob are written one at a time, in submission order.
         """
         if not self.capabilities.ordered:
             return self._executor().submit(lambda: writer.write(requests))

@@ -196,7 +196,7 @@ class ByteSource(ABC):
 
     @staticmethod
     def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
-        """Run `action` (milliseconds) while the memory of these sources cannot move."""
+        """Run `action`, which takes milliseconds, while these sources' memory cannot move."""
         del sources
         return action()
 

@@ -102,7 +102,7 @@ class Codec(ABC):
 
     @abstractmethod
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
+        """Return the maximum bytes that `encode` needs for any chunk of `raw_length` bytes."""
 
     def output(self, context: CodecContext, /) -> CodecOutput:
         """Describe what `encode` outputs for an accepted chunk; the default is plain bytes.

@@ -14,7 +14,7 @@ API_VERSION = 1
 
 
 def says_its_version(cls: type, /) -> bool:
-    """Return whether `cls` declares the API version of its contract itself.
+    """Return whether `cls` itself declares the API version of its contract.
 
     An inherited version comes from the installed Penstock, so it would hide a mismatch. Penstock's
     own classes are released with the contract and may inherit it.

@@ -221,7 +221,7 @@ class DescribeContext(ABC):
     ) -> Sequence[Sequence[StateObject | Node]]:
         """Describe several children like `describe`; return each child's entries, in order.
 
-        For thousands of tensors this is several times faster than `describe`.
+        For thousands of tensors this is much faster than `describe`.
 
         Raises:
             UnsupportedStateError: As for `describe`.
@@ -231,7 +231,7 @@ class DescribeContext(ABC):
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the tree give to this tensor object, best first."""
+        """Return the names that modules of the tree give this tensor, preferred name first."""
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
         """Declare that each rank has its own objects at and below `path`.
@@ -347,7 +347,7 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the template give to this tensor object, best first."""
+        """Return the names that modules of the template give this tensor, preferred name first."""
 
     def tied_names(self, tensor: object, /) -> Sequence[str]:
         """Return the names that the checkpoint ties to this tensor object.
@@ -503,17 +503,17 @@ class StateProvider(ABC):
 
 
 def describes_together(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class describe several values faster by `describe_all`."""
+    """Return whether `describe_all` is faster than `describe` for providers of this class."""
     return _has_faster(kind, "describe_all", than="describe")
 
 
 def places_together(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class place several values faster by `place_all`."""
+    """Return whether `place_all` is faster than `place` for providers of this class."""
     return _has_faster(kind, "place_all", than="place")
 
 
 def claims_by_values(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class claim memory faster by `claimed_values`."""
+    """Return whether `claimed_values` is faster than `claimed_memory` for this class."""
     return _has_faster(kind, "claimed_values", than="claimed_memory")
 
 

@@ -51,7 +51,7 @@ class Tier:
         name: Name in messages, states and logs: `fast`, `durable`, or `fast.durable` if nested.
         backend: The backend of the tier.
         drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
-        drain_bytes_per_s: Limit of the copy rate to the next tier; None sets no limit.
+        drain_bytes_per_s: Maximum bytes per second to copy to the next tier; None sets no limit.
         drain_in: Where the copy to the next tier runs: a `thread` of this process, or a separate
             `process`; `auto` uses a process for large checkpoints, if it can open the tiers.
         keep_last: The number of checkpoints that eviction keeps here after they were copied to the
@@ -96,8 +96,8 @@ class RootRecord:
     Attributes:
         run: The run: 32 hex digits, the same in all roots of the run.
         root: The root: 32 hex digits, drawn when the root was first used.
-        opened: How many processes have saved or drained with this root.
-        tiers: All roots of the last use, including this one, the fastest first; each with its
+        opened: The number of processes that have saved or drained with this root.
+        tiers: All roots at the last use, including this root, the fastest first; each with its
             `opened` at that time.
     """
 

@@ -40,7 +40,7 @@ code writes; its other code writes 0x7FC0."""
 
 
 class _BlockScratch(threading.local):
-    """Arrays of one thread, each of one block."""
+    """Scratch arrays of one thread, each with room for one block."""
 
     def __init__(self) -> None:
         self.floats = np.empty(_BLOCK, np.float32)
@@ -204,7 +204,7 @@ class _Small:
     sign: int = 0x80
 
     def magnitudes(self) -> NDArray[np.float64]:
-        """Return the finite numbers from zero up, and the number after the largest."""
+        """Return the finite numbers in ascending order from zero, and one beyond the largest."""
         bits = np.arange(self.largest + 2)
         exponent, mantissa = bits >> self.mantissa, bits & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa))

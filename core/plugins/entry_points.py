@@ -48,7 +48,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of `kind` among `given`, or among everything installed, by name."""
+    """Return the entry points of `kind` by name, from `given` or else all installed packages."""
     group = GROUPS[kind]
     if given is None:
         given = installed(group)
@@ -77,7 +77,7 @@ def is_ours(entry: EntryPoint) -> bool:
 
 
 def shipper_of(entry: EntryPoint) -> tuple[str, str]:
-    """Return name and version of the distribution that ships the entry point."""
+    """Return the name and version of the distribution that ships the entry point."""
     # Manually made entry points have no distribution.
     return _name_and_version(entry.dist) if entry.dist else ("(no distribution)", "")
 

@@ -459,7 +459,7 @@ def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
 
 @cache
 def default_registry() -> Registry:
-    """Return the registry of everything installed; one per process."""
+    """Return this process's registry of all installed plugins."""
     return Registry()
 
 
