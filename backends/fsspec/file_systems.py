@@ -427,7 +427,7 @@ def _time_s(info: dict[str, Any]) -> float | None:
 
 
 class StreamWriter(StoreWriter):
-    """Appends to a stream, which the first write opens. Fills gaps with zeros.
+    """Appends to a stream, opened on first use. Fills gaps with zeros.
 
     If the stream cannot be truncated, `seal` rewrites the blob, up to the size of one part. Closing
     the stream makes the blob durable; if the stream has a file descriptor, `seal` syncs it first.

@@ -1,7 +1,7 @@
 """The base class of the stores for S3 and for fsspec's file systems, with retries and ranges.
 
 Retries are limited in number and in time, with exponential backoff and full jitter. Reads of
-adjacent ranges are merged into one request, and large reads are split.
+nearby ranges are merged into one request, and large reads are split.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Store(ABC):
             raise BlobExistsError(msg)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Read all requests in parallel; merges adjacent ranges."""
+        """Read all requests in parallel; merges nearby ranges."""
         for name in {r.name for r in requests if not r.target.nbytes}:
             self.stat(name)
         spans = plan_spans(

@@ -314,7 +314,7 @@ class S3Writer(StoreWriter):
 
 @dataclass(slots=True)
 class Part:
-    """An incomplete part, made of the caller's memory and of copies.
+    """A part before its upload, made of the caller's memory and of copies.
 
     Attributes:
         index: The number of the part in the blob, from 0.
