@@ -134,8 +134,8 @@ class FileWriter(BlobWriter):
     def abort(self) -> None:
         """See `BlobWriter.abort`. Removes the file to free its space at once.
 
-        Keeps another file of that name: while this process was suspended, its replacement may have
-        created that blob.
+        Keeps another file of that name, which a restarted job may have created while this process
+        was suspended.
         """
         if os.getpid() != self._pid:  # in a forked child: the parent may still write the blob
             return
@@ -278,7 +278,7 @@ class DirectAccess:
             return self._verdict
 
     def required(self, refusal: str | None) -> bool:
-        """Return whether to use direct I/O, given why it was refused, or None.
+        """Return whether to use direct I/O; `refusal` is the reason against it, or None.
 
         Raises:
             CapabilityError: Direct I/O was refused, but the options say `direct_io="on"`.

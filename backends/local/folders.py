@@ -1,4 +1,4 @@
-"""Folders: opened one inside the other, created, made durable, and owned by the right user.
+"""Opens, creates and syncs folders, and checks their owners.
 
 In a folder that all users can write to, such as `/dev/shm`, another user may create the folder of a
 run first. That user could then change checkpoints before they are restored, or copied to slower
@@ -45,7 +45,7 @@ class Ownership:
         self._entrances: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Check that no other user owns such a component; warn if other users can write to it.
+        """Refuse a root with a component of another user; warn if other users can write to one.
 
         Raises:
             CapabilityError: Another user owns a component of the path.

@@ -86,7 +86,7 @@ class Component:
 
     @property
     def striped(self) -> bool:
-        """Whether the component has more than one stripe."""
+        """Whether the component has several stripes on OSTs."""
         return not self.on_mdt and self.stripe_count not in {0, 1}
 
 
