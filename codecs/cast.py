@@ -1,4 +1,4 @@
-"""The `cast` codec rounds floats to a narrower float format. Lossy: only rules enable it.
+"""The `cast` codec rounds floats to a narrower format. Lossy, so used only if a rule names it.
 
 A frame has one narrow element for each element of the chunk, in order, and nothing else. Decoding
 widens each element exactly.

@@ -1,4 +1,4 @@
-"""A tier whose store did not answer when the run was opened; later calls retry to open it."""
+"""A tier that could not be opened with the run; later calls try to open it again."""
 
 from __future__ import annotations
 

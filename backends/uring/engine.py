@@ -159,8 +159,8 @@ class RingEngine:
 
         Closing the ring is not enough: the kernel may end some calls, such as direct writes, after
         `close` returns. But it still adds the completions of submitted calls to the shared queue,
-        so this method waits for them. If that queue cannot be read, the futures stay unresolved
-        until the caller's deadline, and the memory is never freed.
+        so this method waits for them. If that queue cannot be read, the futures stay unresolved and
+        the memory is never freed. The caller's own deadline then ends its wait.
         """
         _LOST.append(self)
         with self._lock:
