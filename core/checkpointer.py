@@ -38,6 +38,7 @@ from penstock.core.save.saver import Saver
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
+from penstock.core.tree.select import Selection
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
@@ -405,6 +406,7 @@ class Checkpointer:
             SelectionError: A pattern matches nothing.
         """
         called = time.monotonic()
+        include, exclude = _listed(include), _listed(exclude)
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
         self._end_save_of_ranks()
@@ -425,8 +427,8 @@ class Checkpointer:
             self._saver.restored_from = report.step
             return report
 
-        whole = include is None and exclude is None and rename is None
-        report = self._log.restore(state, step, restore, whole=whole)
+        selection = partial(Selection, include, exclude) if rename is None else None
+        report = self._log.restore(state, step, restore, selection=selection)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
@@ -799,6 +801,11 @@ class Checkpointer:
             # If the launcher numbers its processes, only the first warns.
             first = os.environ.get("RANK", "0") == "0"
             log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)
+
+
+def _listed(patterns: str | Iterable[str] | None) -> str | list[str] | None:
+    """Return patterns that can be read twice."""
+    return patterns if patterns is None or isinstance(patterns, str) else [*patterns]
 
 
 def _warn_of_read_only(backend: TimeLimitedBackend) -> None:

@@ -10,26 +10,39 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.abc import StateObject, Unit
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.log.archive import EntryBackend
 from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
 from penstock.core.log.replayed import take_again
-from penstock.core.log.steps import NotLoggedError, set_options
+from penstock.core.log.steps import (
+    NotLoggedError,
+    parameters_of,
+    set_options,
+    storages_of_step,
+)
 from penstock.core.pipeline.loader import Loader
 from penstock.core.restore.fallback import Overwritten
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.restore import build_new, restore_into
+from penstock.core.tree.describe import describe_tree
+from penstock.core.tree.paths import parse_path, show_path
 from penstock.core.tree.select import Rename, Selection
 from penstock.core.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.log.segments import StoredEntry
     from penstock.core.plugins.registry import Registry
+    from penstock.core.types import ObjectPath
+
+
+_OPTIONS = "param_groups", "0", "lr"
+"""Where an optimizer has its options: they are restored if this one is selected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,9 @@ class LogReplay:
         self,
         state: Mapping[str, Any],
         entries: Sequence[StoredEntry],
+        *,
+        selection: Selection,
+        stored: Collection[ObjectPath] = (),
         moved: Callable[[], None] = lambda: None,
     ) -> float:
         """Take the logged steps again, and restore what no optimizer changes.
@@ -59,6 +75,8 @@ class LogReplay:
         Args:
             state: The state tree, as the base left it.
             entries: The entries since the base.
+            selection: What was restored of the base.
+            stored: The paths of all objects of the base; only needed if not all are selected.
             moved: Called after each entry.
 
         Returns:
@@ -71,21 +89,72 @@ class LogReplay:
         began = time.monotonic()
         optimizers = optimizers_of(state, self.registry)
         opened = self._open(entries)
+        chosen = None
+        if not selection.everything:
+            chosen = self._chosen(state, optimizers, selection, stored)
         try:
             for logged in self._ahead(opened):
                 for step in logged.get(STEPS, ()):
-                    self._take(optimizers, step)
+                    self._take(optimizers, step, chosen)
                 for path, options in logged.get(OPTIONS, {}).items():
-                    if path in optimizers:
+                    if path in optimizers and selection.selects((*parse_path(path), *_OPTIONS)):
                         set_options(optimizers[path], options)
                 moved()
-            self._restore_rest(state, opened)
+            self._restore_rest(state, opened, selection)
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")
             raise
         return time.monotonic() - began
 
-    def _take(self, optimizers: Mapping[str, Any], step: Mapping[str, Any]) -> None:
+    def _chosen(
+        self,
+        state: Mapping[str, Any],
+        optimizers: Mapping[str, Any],
+        selection: Selection,
+        stored: Collection[ObjectPath],
+    ) -> set[int]:
+        """Return the ids of the selected parameters.
+
+        Raises:
+            NotLoggedError: A part of what a step needs is not selected.
+        """
+        description = describe_tree(
+            state, providers=self.registry.providers, allow_pickle=self.config.allow_pickle
+        )
+        paths: dict[bool, dict[int, ObjectPath]] = {True: {}, False: {}}
+        for entry in description.entries:
+            if isinstance(entry, StateObject) and entry.source.memory is not None:
+                paths[selection.selects(entry.path)][entry.source.memory.storage] = entry.path
+        chosen = set()
+        for path, optimizer in optimizers.items():
+            parameters = [*parameters_of(optimizer)]
+            states = *parse_path(path), "state"
+            has_state = any(p[: len(states)] == states for p in stored)
+            for parameter in parameters:
+                memory = storages_of_step(optimizer, parameter)
+                inside, outside = (memory & paths[flag].keys() for flag in (True, False))
+                unequal = has_state and not optimizer.state.get(parameter)
+                if inside and (outside or unequal):
+                    here = show_path(paths[True][min(inside)])
+                    there = show_path(paths[False][min(outside)] if outside else states)
+                    msg = f"{here} is selected without {there}"
+                    raise NotLoggedError(msg)
+                if inside:
+                    chosen.add(id(parameter))
+            some = [id(parameter) in chosen for parameter in parameters]
+            replayer = self.registry.replayer(optimizer)
+            alone = replayer is not None and replayer.unit(optimizer) is not Unit.OPTIMIZER
+            if any(some) and not all(some) and not alone:
+                msg = f"{path} steps all its parameters together, and only some are selected"
+                raise NotLoggedError(msg)
+        return chosen
+
+    def _take(
+        self,
+        optimizers: Mapping[str, Any],
+        step: Mapping[str, Any],
+        chosen: set[int] | None,
+    ) -> None:
         optimizer = optimizers.get(step["optimizer"])
         if optimizer is None:
             msg = f"{step['optimizer']}, whose steps are logged, is not in the state"
@@ -94,7 +163,7 @@ class LogReplay:
         if replayer is None:
             msg = f"no installed replayer handles {type(optimizer).__name__}"
             raise NotLoggedError(msg)
-        take_again(optimizer, replayer, step)
+        take_again(optimizer, replayer, step, chosen)
 
     def _ahead(self, opened: Sequence[Opened]) -> Iterator[Mapping[str, Any]]:
         """Yield the steps of each entry; a thread reads the next ones meanwhile."""
@@ -127,22 +196,26 @@ class LogReplay:
         self.workers.spawn("log", run)
         return future
 
-    def _restore_rest(self, state: Mapping[str, Any], opened: Sequence[Opened]) -> None:
+    def _restore_rest(
+        self, state: Mapping[str, Any], opened: Sequence[Opened], selection: Selection
+    ) -> None:
         """Restore the objects that no optimizer changes, each from the last entry that has it."""
-        restored = set()
+        restored: set[ObjectPath] = set()
         for number, entry in enumerate(reversed(opened)):
-            objects = [
-                o for o in entry.contents.objects() if o.path[0] == STATE and len(o.path) > 1
+            # A parameter is in an entry only if it changed.
+            paths = [
+                record.path
+                for record in entry.contents.objects()
+                if record.path[0] == STATE
+                and len(record.path) > 1
+                and (number == 0 or (record.role is Role.PARAMETER and record.path not in restored))
+                and selection.selects(record.path[1:])
             ]
-            if not objects:  # the optimizers change everything
-                continue
-            if number == 0:
-                self._restore(state, entry, Selection([f"{STATE}/**"]))
-            else:  # a parameter is in an entry only if it changed
-                for record in objects:
-                    if record.role is Role.PARAMETER and record.path not in restored:
-                        self._restore(state, entry, Selection.subtree(record.path))
-            restored |= {record.path for record in objects}
+            if paths:
+                every = number == 0 and selection.everything
+                wanted = Selection.subtree((STATE,)) if every else Selection.subtrees(paths)
+                self._restore(state, entry, wanted)
+            restored |= set(paths)
 
     def _restore(self, state: Mapping[str, Any], entry: Opened, selection: Selection) -> None:
         tree = {STATE: state}

@@ -15,7 +15,7 @@ import xxhash
 from penstock.core.log.steps import NotLoggedError, local_of, tensors_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -100,8 +100,19 @@ def _cut(parameter: Any) -> object:
     return tuple(parameter.shape), str(parameter.placements), mesh.shape, mesh.get_coordinate()
 
 
-def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, Any]) -> None:
+def take_again(
+    optimizer: Optimizer,
+    replayer: Replayer,
+    stored: Mapping[str, Any],
+    chosen: Collection[int] | None = None,
+) -> None:
     """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
+
+    Args:
+        optimizer: The optimizer, as it was before the step.
+        replayer: Its replayer.
+        stored: The step, as `stored_step` returned it.
+        chosen: The ids of the parameters that step; the others keep their values. None: all step.
 
     Raises:
         NotLoggedError: The optimizer cannot take this step, or has other bits after it.
@@ -117,6 +128,8 @@ def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, An
     if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
         msg = f"{name} has other groups of parameters than the log"
         raise NotLoggedError(msg)
+    if chosen is not None and not any(id(p) in chosen for g in groups for p in g["params"]):
+        return
     left = dict(stored["grads"])
     kept = [[p.grad for p in group["params"]] for group in groups]
     before = [dict(group) for group in groups]
@@ -124,7 +137,8 @@ def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, An
         for group, rows, options in zip(groups, layout, stored["options"], strict=True):
             group.update(options)
             for parameter, row in zip(group["params"], rows, strict=True):
-                parameter.grad = None if row is None else _grad(parameter, row, left)
+                grad = None if row is None else _grad(parameter, row, left)
+                parameter.grad = grad if chosen is None or id(parameter) in chosen else None
         with _without_hooks(optimizer):
             replayer.step(optimizer, stored["captured"])
     finally:
@@ -132,7 +146,7 @@ def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, An
             group.update(old)
             for parameter, grad in zip(group["params"], grads, strict=True):
                 parameter.grad = grad
-    if stored["digest"] and stored["digest"] != digest_of(optimizer):
+    if chosen is None and stored["digest"] and stored["digest"] != digest_of(optimizer):
         msg = f"{name} has other bits after a logged step than it had in training"
         raise NotLoggedError(msg)
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
+    from penstock.core.tree.select import Selection
+    from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
 
@@ -119,7 +121,7 @@ class RunLog:
         step: int | str,
         restore: Callable[[int | str], RestoreReport],
         *,
-        whole: bool,
+        selection: Callable[[], Selection] | None,
     ) -> RestoreReport:
         """Restore a checkpoint, and replay the log that leads from it to `step`.
 
@@ -127,16 +129,17 @@ class RunLog:
             state: The template.
             step: A step, or `"latest"`.
             restore: Restores the checkpoint of a step.
-            whole: Whether it restores everything; else nothing is replayed.
+            selection: Returns what it restores; None: names differ, so nothing is replayed.
         """
         if not self.may_log():
             return restore(step)
         self.recorder.flush()
         report, until = self._restore_base(step, restore)
+        selected = None if selection is None else selection()
         try:
-            report, last = self._replay_onto(report, state, until, whole=whole)
+            report, last = self._replay_onto(report, state, until, selected)
         except NotLoggedError as error:
-            report, last = restore(report.step) if whole else report, None
+            report, last = restore(report.step), None
             if isinstance(step, int):
                 msg = f"step {step} cannot be replayed; the state has step {report.step}: {error}"
                 raise RestoreError(msg) from error
@@ -147,7 +150,7 @@ class RunLog:
             )  # fmt: skip
         self.recorder.place = self._place()
         left_out = report.missing or report.unexpected or report.cast or report.mismatched
-        if not whole or left_out:
+        if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
         elif last is None:
             self.recorder.begin_after_restore(report.uid, report.step, state)
@@ -190,7 +193,11 @@ class RunLog:
         return report, 0 if step != "latest" or report.fell_back_from else None
 
     def _replay_onto(
-        self, report: RestoreReport, state: Mapping[str, Any], until: int | None, *, whole: bool
+        self,
+        report: RestoreReport,
+        state: Mapping[str, Any],
+        until: int | None,
+        selection: Selection | None,
     ) -> tuple[RestoreReport, StoredEntry | None]:
         """Replay the log of a restored checkpoint; also return the last entry, if any.
 
@@ -201,10 +208,14 @@ class RunLog:
         logged = has_log(self._backend, report.uid) if group is None else self._reader.logged
         if until == 0 or not logged:
             return report, None
-        if not whole:
-            msg = "only the whole state can be replayed"
+        if selection is None:
+            msg = "objects are renamed"
             raise NotLoggedError(msg)
         own = self._own_log(report.uid, until)
+        stored: Sequence[ObjectPath] = ()
+        if not selection.everything:
+            base = self._reader.open(report.step).opened
+            stored = [record.path for record in base.contents.objects()]
         seconds = 0.0
 
         def replay(last: int, moved: Callable[[], None]) -> Sequence[StoredEntry]:
@@ -213,7 +224,9 @@ class RunLog:
                 raise own
             chosen = _up_to(own, last, base=report.step, asked=until)
             if chosen:
-                seconds = self._replay.replay(state, chosen, moved)
+                seconds = self._replay.replay(
+                    state, chosen, selection=selection, stored=stored, moved=moved
+                )
             return chosen
 
         newest = own[-1].header.step if isinstance(own, list) and own else report.step

@@ -250,14 +250,22 @@ def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
     return [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
 
 
+def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
+    """Return the addresses of the memory of one parameter and its state."""
+    return {address_of(local_of(t)) for t in _tensors_of_step(optimizer, parameter)} - {0}
+
+
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, and after it the tensors of its state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter
-            for _, item in sorted(optimizer.state.get(parameter, {}).items()):
-                if hasattr(item, "untyped_storage"):
-                    yield item
+    """Yield each parameter, followed by the tensors of its state."""
+    for parameter in parameters_of(optimizer):
+        yield from _tensors_of_step(optimizer, parameter)
+
+
+def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield parameter
+    for _, item in sorted(optimizer.state.get(parameter, {}).items()):
+        if hasattr(item, "untyped_storage"):
+            yield item
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:

@@ -52,9 +52,14 @@ class Selection:
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
         """Return a selection of exactly `path` and its subtree; a pattern also ends at a dot."""
+        return cls.subtrees([path])
+
+    @classmethod
+    def subtrees(cls, paths: Iterable[ObjectPath]) -> Selection:
+        """Return a selection of exactly these paths and their subtrees."""
         selection = cls()
-        selection._include = (Subtree(show_path(path), path),)
-        selection._needles = [[_json_of(word) for word in path]]
+        selection._include = tuple(Subtree(show_path(path), path) for path in paths)
+        selection._needles = [[_json_of(word) for word in p.path] for p in selection._include]
         return selection
 
     @property

@@ -13,6 +13,10 @@ from torch import nn, optim
 
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.abc import StateObject
+from penstock.core.plugins.registry import default_registry
+from penstock.core.tree.describe import describe_tree
+from penstock.core.tree.paths import show_path
 from penstock.testing.faults import Fault, FaultyBackend
 
 QUICK = {("AdamW fused", way) for way in WAYS} | {(kind, "plain") for kind in KINDS}
@@ -370,3 +374,55 @@ def test_gradients_keep_their_memory_format(tmp_path, kind):
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore(other).step == 3
     assert torch.equal(other["model"].weight, state["model"].weight)
+
+
+def bits_by_path(state):
+    """Return the bytes of the tensors of a state, by path."""
+    found = describe_tree(state, providers=default_registry().providers, allow_pickle=False)
+    bits = {}
+    for entry in found.entries:
+        if isinstance(entry, StateObject):
+            bits[show_path(entry.path)] = out = bytearray(entry.source.nbytes)
+            if out:
+                entry.source.copy_out(0, memoryview(out))
+    return bits
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach", "Adafactor"])
+def test_one_parameter_is_replayed_alone(tmp_path, kind):
+    training = Training(kind)
+    save_and_log(tmp_path, training)
+    name = "4.weight"
+    whole = {p: b for p, b in bits_by_path(training.state).items() if name in p}
+    other = Training(kind, seed=5)
+    before = bits_by_path(other.state)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        include = (f"{top}/{name}" for top in ("model", "optimizer/state"))
+        report = ckpt.restore(other.state, include=include)
+        assert (report.step, report.replayed_steps) == (LAST, 6)
+        assert not ckpt.log(other.state, LAST + 1)  # it is no state of this run
+    after = bits_by_path(other.state)
+    assert len(whole) > 2
+    assert {p: after[p] for p in whole} == whole
+    untouched = [p for p in before if not p.startswith("rng") and p not in whole]
+    assert {p: after[p] for p in untouched} == {p: before[p] for p in untouched}
+
+
+def test_parameter_without_its_state_is_not_replayed(tmp_path, caplog):
+    training = Training()
+    save_and_log(tmp_path, training)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.restore(Training(seed=5).state, include="model")
+        assert (report.step, report.replayed_steps) == (3, 0)
+        assert "model/0.weight is selected without optimizer/state" in caplog.text
+        with pytest.raises(penstock.RestoreError, match="step 7 cannot be replayed; the state has"):
+            ckpt.restore(Training(seed=5).state, 7, include="model")
+
+
+def test_what_no_optimizer_changes_is_restored_alone(tmp_path):
+    training = Training()
+    save_and_log(tmp_path, training)
+    other = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state, include=["rng", "scheduler"]).replayed_steps == 6
+    assert other.scheduler.last_epoch == training.scheduler.last_epoch
