@@ -417,6 +417,9 @@ def test_parameter_without_its_state_is_not_replayed(tmp_path, caplog):
         assert "model/0.weight is selected without optimizer/state" in caplog.text
         with pytest.raises(penstock.RestoreError, match="step 7 cannot be replayed; the state has"):
             ckpt.restore(Training(seed=5).state, 7, include="model")
+        # Without the optimizer nothing shows which of these it has changed.
+        report = ckpt.restore({"model": Training(seed=5).model}, include="model/**")
+        assert (report.step, report.replayed_steps) == (3, 0)
 
 
 def test_what_no_optimizer_changes_is_restored_alone(tmp_path):
