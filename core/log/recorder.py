@@ -15,6 +15,7 @@ from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, log_prefix
+from penstock.core.log.proof import RefutedError, begin_proof
 from penstock.core.log.replayed import digest_of, stored_step
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
@@ -119,7 +120,7 @@ class Recorder:
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._watch = StepWatch(registry.replayer)
+        self._watch = StepWatch(registry.replayer, begin_proof)
         self._logs: list[_Log] = []
         self._last = -1
         self._logged = 0
@@ -131,6 +132,7 @@ class Recorder:
         self._at_base: dict[int, tuple[int, object]] = {}  # version and storage, by address
         self.place = 0, 1
         """The rank and the number of ranks."""
+        self._refuted = ""  # why no step of this process can be replayed
         self.ended = "no checkpoint was saved or restored yet"
         """Why steps are not logged; empty while they are."""
 
@@ -200,14 +202,22 @@ class Recorder:
         self._last = number
         return not self.ended
 
-    def end(self, reason: str) -> None:
-        """End the log: training continues, and the next save begins a new one."""
+    def end(self, reason: str, *, refuted: bool = False) -> None:
+        """End the log; training continues.
+
+        Args:
+            reason: Why it ends.
+            refuted: Whether no later step can be logged either; else the next save begins a log.
+        """
         if not self.ended:
             self.ended = reason
+            self._refuted = reason if refuted else ""
             log.warning(
-                "the log of gradients ends after step %d: %s. The next save begins a new one.",
-                self._last, reason,
-            )  # fmt: skip
+                "the log of gradients ends after step %d: %s. %s",
+                self._last,
+                reason,
+                "This process logs no more." if refuted else "The next save begins a new one.",
+            )
 
     def forget(self, uid: str) -> None:
         """Delete the log since the checkpoint `uid`, from which training continues."""
@@ -236,7 +246,7 @@ class Recorder:
         self._logs = [*self._logs, begun]
         self._last = step
         self._logged = 0
-        self.ended = ""
+        self.ended = self._refuted
         if "torch" in sys.modules:
             optimizers = optimizers_of(state, self._registry).values()
             self._watch.start(optimizers)
@@ -413,7 +423,7 @@ class _Writing:
             except Exception as error:  # noqa: BLE001 - recorded: training continues
                 for writer in work[1]:
                     writer.end()  # a later entry would follow a gap
-                self._recorder.end(str(error))
+                self._recorder.end(str(error), refuted=isinstance(error, RefutedError))
             del work
             self._queue.task_done()
 
@@ -425,6 +435,9 @@ class _Writing:
     def _encode(self, entry: _Entry) -> dict[str, bytes]:
         """Save an entry in memory; return its files."""
         steps = [stored_step(step, path) for path, step in entry.steps]
+        for (_, step), stored in zip(entry.steps, steps, strict=True):
+            if step.proof is not None:
+                step.proof.check(step.replayer, stored)
         description = describe_tree(
             {STEPS: steps, OPTIONS: entry.options},
             providers=self._registry.providers,

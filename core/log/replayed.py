@@ -5,9 +5,9 @@ Tested in `tests/integration/log/test_replay.py`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
@@ -130,25 +130,53 @@ def take_again(
         raise NotLoggedError(msg)
     if chosen is not None and not any(id(p) in chosen for g in groups for p in g["params"]):
         return
-    left = dict(stored["grads"])
-    kept = [[p.grad for p in group["params"]] for group in groups]
-    before = [dict(group) for group in groups]
-    try:
-        for group, rows, options in zip(groups, layout, stored["options"], strict=True):
-            group.update(options)
-            for parameter, row in zip(group["params"], rows, strict=True):
-                grad = None if row is None else _grad(parameter, row, left)
-                parameter.grad = grad if chosen is None or id(parameter) in chosen else None
-        with _without_hooks(optimizer):
-            replayer.step(optimizer, stored["captured"])
-    finally:
-        for group, grads, old in zip(groups, kept, before, strict=True):
-            group.update(old)
-            for parameter, grad in zip(group["params"], grads, strict=True):
-                parameter.grad = grad
+    placed = [
+        [
+            (p if chosen is None or id(p) in chosen else None, row)
+            for p, row in zip(*pair, strict=True)
+        ]
+        for pair in zip((group["params"] for group in groups), layout, strict=True)
+    ]
+    step_again(optimizer, replayer, stored, placed)
     if chosen is None and stored["digest"] and stored["digest"] != digest_of(optimizer):
         msg = f"{name} has other bits after a logged step than it had in training"
         raise NotLoggedError(msg)
+
+
+def step_again(
+    optimizer: Optimizer,
+    replayer: Replayer,
+    stored: Mapping[str, Any],
+    placed: Sequence[Sequence[tuple[Any, Sequence[Any] | None]]],
+) -> None:
+    """Take a logged step with the gradients and options of its entry, then set back the old ones.
+
+    Args:
+        optimizer: The optimizer, as it was before the step.
+        replayer: Its replayer.
+        stored: The step, as `stored_step` returned it.
+        placed: For each row of the layout the parameter that gets the gradient; None: none does.
+    """
+    left = dict(stored["grads"])
+    groups = optimizer.param_groups
+    kept = [(p, p.grad) for group in groups for p in group["params"]]
+    before = [dict(group) for group in groups]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        for group, rows, options in zip(groups, placed, stored["options"], strict=True):
+            group.update(options)
+            for parameter, row in rows:
+                grad = None if row is None else _grad(parameter, row, left)
+                if parameter is not None:
+                    parameter.grad = grad
+        with _without_hooks(optimizer):
+            replayer.step(optimizer, stored["captured"])
+    finally:
+        for group, old in zip(groups, before, strict=True):
+            group.update(old)
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def digest_of(optimizer: Optimizer) -> str:
@@ -163,17 +191,19 @@ def digest_of(optimizer: Optimizer) -> str:
     return digest.hexdigest()
 
 
-def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
-    """Cut a gradient off the flat tensors, as the optimizer had it."""
+def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor | None:
+    """Cut a gradient off the flat tensors, as the optimizer had it; None without a parameter."""
     import torch  # noqa: PLC0415 - as above
 
     dtype, shape, stride = row
+    count = math.prod(shape)
+    local, left[dtype] = left[dtype][:count], left[dtype][count:]
+    if parameter is None:
+        return None
     here = list(local_of(parameter).shape)
     if shape != here:
         msg = f"a gradient of the log has shape {shape}, its parameter {here}"
         raise NotLoggedError(msg)
-    count = math.prod(shape)
-    local, left[dtype] = left[dtype][:count], left[dtype][count:]
     local = local.reshape(shape).to(parameter.device)
     if stride and 0 not in stride:
         contiguous = local
@@ -191,21 +221,15 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
-    """Run no hook of this optimizer, and no global one."""
-    module = importlib.import_module("torch.optim.optimizer")
-
-    own, every = vars(optimizer), vars(module)
-    dicts = [
-        own["_optimizer_step_pre_hooks"],
-        own["_optimizer_step_post_hooks"],
-        every["_global_optimizer_pre_hooks"],
-        every["_global_optimizer_post_hooks"],
-    ]
-    kept = [dict(hooks) for hooks in dicts]
-    for hooks in dicts:
-        hooks.clear()
+    """Let `optimizer.step` run no hooks, neither its own nor those of the process."""
+    plain, own = type(optimizer).step, vars(optimizer)
+    if getattr(plain, "hooked", False):  # torch wraps the method of the class
+        plain = plain.__wrapped__
+    kept = own.get("step")  # a learning rate scheduler sets one
+    optimizer.step = MethodType(plain, optimizer)
     try:
         yield
     finally:
-        for hooks, old in zip(dicts, kept, strict=True):
-            hooks.update(old)
+        del own["step"]
+        if kept is not None:
+            own["step"] = kept

@@ -8,6 +8,7 @@ Tested in `tests/integration/log/test_ends.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.log.proof import Proof
 
 _watches: WeakSet[StepWatch] = WeakSet()
+
+_PROOFS = 2  # of each optimizer: its state may be made by its first step
 
 
 class NotLoggedError(PenstockError):
@@ -44,6 +48,7 @@ class LoggedStep:
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
+        proof: Takes the step again once it is stored.
     """
 
     key: int
@@ -54,6 +59,7 @@ class LoggedStep:
     versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
     digest: str = ""
+    proof: Proof | None = None
 
     def keep(self) -> None:
         """Hold the optimizer and the gradients, if they were not held since the step.
@@ -82,6 +88,7 @@ class StepWatch:
 
     Attributes:
         find: Returns the replayer of an optimizer; None if it has none.
+        prove: Begins a proof before a step.
         steps: The steps, in order.
         strangers: The optimizers that stepped, but were not in the state, by id.
         trouble: Why these steps cannot be logged.
@@ -90,6 +97,7 @@ class StepWatch:
     """
 
     find: Callable[[Any], Replayer | None]
+    prove: Callable[[Any, Replayer, Mapping[str, Any]], Proof | None]
     steps: list[LoggedStep] = field(default_factory=list)
     strangers: dict[int, Callable[[], Optimizer | None]] = field(default_factory=dict)
     trouble: str = ""
@@ -98,6 +106,9 @@ class StepWatch:
     _after: dict[int, tuple[Callable[[], Optimizer | None], list[tuple[int, int]]]] = field(
         default_factory=dict
     )
+    _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
+    _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
+    _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
@@ -105,6 +116,7 @@ class StepWatch:
         self._after = {}
         for optimizer in optimizers:
             self._mark(optimizer)
+            self._attributes.setdefault(id(optimizer), dict(vars(optimizer)))
         before_steps(_before_step)
         after_steps(_after_step)
         _watches.add(self)
@@ -124,7 +136,7 @@ class StepWatch:
             step.keep()
         for known, _ in self._after.values():
             if (optimizer := known()) is not None:
-                self.before(optimizer)
+                self._compare(optimizer)
         if self.trouble:
             raise NotLoggedError(self.trouble)
 
@@ -133,7 +145,16 @@ class StepWatch:
         self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer) -> None:
-        """Compare parameters and state of an optimizer with those after its last step."""
+        """Compare an optimizer with what it was after its last step; prove its first steps."""
+        self._compare(optimizer)
+        key = id(optimizer)
+        if self.keeps and not self.trouble and self._knows(optimizer) and self._left[key]:
+            self._left[key] -= 1
+            replayer = self.find(optimizer)
+            if replayer is not None:
+                self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
+
+    def _compare(self, optimizer: Optimizer) -> None:
         if self.trouble:  # for those who never log: it costs nothing from their second step on
             return
         if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
@@ -142,6 +163,7 @@ class StepWatch:
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
+        proof = self._proofs.pop(id(optimizer), None)
         if not self._knows(optimizer):
             self.strangers[id(optimizer)] = (lambda: optimizer) if self.keeps else ref(optimizer)
             return
@@ -162,6 +184,9 @@ class StepWatch:
         if not self.keeps:
             step.optimizer = ref(optimizer)
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
+        if proof is not None:
+            proof.finish(optimizer)
+            step.proof = proof
         self.steps.append(step)
         self._mark(optimizer)
 
