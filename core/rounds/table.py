@@ -1,9 +1,9 @@
 """The rounds of many ranks as tables, sans-IO: one for rank 0 and one for the others.
 
-A round agrees on one thing: whether all ranks commit, or none. It does not replace the table of a
-save (`core/catalog/commit_table.py`), which alone decides what may be published and what may be
-deleted: each rank has its own, and `SaveRound` in `round.py` feeds it. A row here names how far the
-round is, never whether data may go.
+A round decides one question: whether all ranks commit, or none. It does not replace the table of a
+save (`core/catalog/commit_table.py`), which alone decides what may be published and deleted. Each
+rank has its own save table, and `SaveRound` in `round.py` feeds it. A row here names the progress
+of the round, and never whether data may be deleted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Happening(StrEnum):
 
 
 class Step(StrEnum):
-    """The next step of a rank."""
+    """What a rank does next."""
 
     WORK = "write, or restore, then report that it has sealed"
     POST_SEALED = "post what it sealed; wait for the decision"
