@@ -300,7 +300,7 @@ class Drains:
             link.withdraw(uids)
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """Accept withdrawn checkpoints again after a failed deletion, and copy those still marked."""
+        """Accept withdrawn checkpoints after a failed deletion, and copy those still marked."""
         self.repairs.reinstate(uids)
         for link in self._links:
             link.reinstate(uids)
