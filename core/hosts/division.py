@@ -275,7 +275,6 @@ class HostNeeds:
 
 
 def _part(job: FrameJob[CodecChain], spans: Sequence[ByteRange]) -> FrameJob[CodecChain]:
-    """Return the job reduced to some of its ranges."""
     if job.chain is not None or len(spans) == len(job.ranges):
         return job
     return replace(job, ranges=tuple(spans))

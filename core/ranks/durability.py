@@ -182,7 +182,6 @@ class FollowedDrains:
         on_end(post)
 
     def _end(self, number: int) -> DrainedPost:
-        """Wait for the outcome of a checkpoint's copies."""
         looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None
