@@ -1,6 +1,6 @@
 """Serves ranges of blobs to other processes over HTTP, and reads them there.
 
-A request is `GET /BLOB` with one `Range`; With `GET /` both ends only prove that they know a
+A request is `GET /BLOB` with one `Range`. With `GET /` both ends only prove that they know a
 secret, without sending it. The bytes are not encrypted or signed, so the reader compares them with
 the checkpoint's checksums.
 """

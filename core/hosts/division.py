@@ -329,7 +329,7 @@ def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
 def hosts_together(
     sets: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Return the group of at most `MOST_HOSTS` hosts with `rank`, and its host's place there.
+    """Return the group of at most `MOST_HOSTS` hosts around `rank`, and its host's place in it.
 
     Args:
         sets: The ranks of each host, the same on every rank.

@@ -189,7 +189,7 @@ class Relay:
         return future
 
     def offer(self, place: BlobRange, recipients: Iterable[int], data: memoryview) -> Offer:
-        """Offer bytes to recipients; they must not change until the offer's `left` is empty."""
+        """Offer bytes to recipients; they must stay unchanged until the offer's `left` is empty."""
         with self._changed:
             self._to_come[place] -= 1
             offer = Offer(place, data, {rank for rank in recipients if rank in self._recipients})

@@ -1,9 +1,9 @@
-"""This rank's side of a save of several ranks: its posts, and its waits.
+"""This rank's side of a save by several ranks: its posts and its waits.
 
 A process that saves alone is a group of one rank and agrees at once.
 
-The save thread calls it. This module carries out the steps of the round that wait; `finish` writes
-and publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
+The save thread calls this module, which carries out the steps of the round that wait. `finish`
+writes and publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class SaveAgreement(RankSession[SaveRound]):
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The totals of all ranks, as reported by rank 0; empty if rank 0 could not."""
+        """The totals of all ranks, as reported by rank 0; empty if rank 0 could not report them."""
         result = self.round.result
         return () if result is None else result.totals
 
@@ -524,4 +524,4 @@ def _alike(error: RankError) -> PenstockError:
 
 
 def _nothing() -> None:
-    """The save is already given up."""
+    """Do nothing: the save is already given up."""

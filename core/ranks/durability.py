@@ -33,13 +33,13 @@ _GROWTH = 1.5
 
 
 class ToldDrains:
-    """Rank 0's reports on its copies. Thread-safe."""
+    """Posts rank 0's reports on its copies. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float) -> None:
         """Prepare; nothing is posted before `begin`.
 
         Args:
-            coordination: Where the ranks agree.
+            coordination: The store where the ranks agree.
             timeout_s: The others count this rank as dead after this long without a post.
         """
         self._coordination = coordination
@@ -125,7 +125,7 @@ class FollowedDrains:
         """Prepare; nothing is read before `follow`.
 
         Args:
-            coordination: Where the ranks agree.
+            coordination: The store where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
             timing: How often to poll, and the clock that measures the silence.
         """
@@ -146,7 +146,7 @@ class FollowedDrains:
     def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
         """Call `on_end` once, on a separate thread, when the copies of a checkpoint end.
 
-        `close`, or silence of rank 0 for the timeout, also ends them.
+        Calls it with a failure on `close`, or if rank 0 is silent for the timeout.
 
         Args:
             number: The number of the round of the save.

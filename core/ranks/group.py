@@ -369,16 +369,16 @@ _every: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 def close_groups_at_exit() -> None:
     """Close the groups that are still open, so that no thread of theirs aborts the process.
 
-    An exception ends a daemon thread that returns from a C++ library while the interpreter exits.
-    The library does not expect the exception, and the process aborts. If an exception has ended the
-    program, the other ranks get it as the reason.
+    A daemon thread may return from a C++ library while the interpreter exits. It then gets an
+    exception that the library does not expect, which aborts the process. If an exception has ended
+    the program, the other ranks get it as the reason.
     """
     for group in list(_every):
         group.close(getattr(sys, "last_value", None))
 
 
 class RanksOfJob:
-    """Finds the ranks of a checkpointer on first use: it may be older than the process group."""
+    """Finds the ranks on first use, because a checkpointer may be older than its process group."""
 
     def __init__(
         self, given: Any, *, config: CheckpointerConfig, url: str, name: str | None = None
@@ -407,9 +407,9 @@ class RanksOfJob:
         self._saves_alone = False
 
     def leads(self) -> bool:
-        """Return whether this process is alone or is rank 0, which does tasks done once per job.
+        """Return whether this process does the job's single tasks: it is alone, or it is rank 0.
 
-        Does not join the ranks: possibly only some ranks call this, and joining would shift the
+        Does not join the ranks. Perhaps only some ranks call this, and joining would shift the
         count by which the n-th checkpointers of all ranks meet.
 
         Raises:

@@ -253,7 +253,7 @@ class Preemption:
     def __call__(self, step: int) -> bool:
         """Return whether to leave after `step`; all ranks call this and get the same answer.
 
-        It stays true for all later steps. The answer for a step never changes.
+        Once true, it stays true for all later steps. The answer for a step never changes.
 
         Args:
             step: The step that this rank has just finished; ascending, the same steps on all ranks.

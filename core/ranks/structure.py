@@ -1,4 +1,4 @@
-"""What ranks compare of their states: structure, plain values, and sampled lines of tensors.
+"""Facts that ranks compare: the structure, plain values, and sampled lines of tensors.
 
 Tested in `tests/core/ranks/test_lines.py` and `tests/integration/ranks/test_save_failures.py`.
 """
@@ -76,7 +76,7 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """The facts on a rank's state that other ranks need for a save.
+    """The facts about a rank's state that other ranks need for a save.
 
     Attributes:
         structure: The digest of the structure of this rank's state.
@@ -95,7 +95,7 @@ class Brought:
         return self.structure, tuple(sorted(self.shared.items()))
 
     def without_state(self) -> Brought:
-        """Return a copy without the digests. They hold the state, which the user may free then."""
+        """Return a copy without the digests, which hold the state: the user may free it then."""
         return Brought(self.structure, self.shared)
 
     def arrival(self, digests: Digests) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Brought:
         shared: Mapping[str, tuple[int, int]],
         masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
-        """Return the facts on a rank's described state; samples its lines now.
+        """Return the facts about a rank's described state; samples its lines now.
 
         Raises:
             TornSnapshotError: Memory was freed after the description.
@@ -183,8 +183,8 @@ def structure_digest(
     Args:
         entries: Objects and nodes of the state.
         own_paths: Paths below which each rank has its own objects, which do not count.
-        masters: The objects that may be derived, each with its masters. They determine the writers:
-            ranks that disagree could each leave an object to the other.
+        masters: The objects that may be derived, each with its masters. Masters determine the
+            writers: ranks that disagree could each leave an object to the other.
     """
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for entry in entries:

@@ -71,10 +71,10 @@ class RoundOverError(RestoreError):
 class TemplatesOfRanks:
     """The templates of the ranks that restore together, as one rank knows them.
 
-    Each rank posts a few bytes on how its template fits. A rank whose template fits continues at
-    once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's verdict; if
-    rank 0 is such a rank, it waits for all others. So no rank has changed anything yet when a
-    pattern or a checkpoint fits no rank.
+    Each rank posts a few bytes that describe how its template fits. A rank whose template fits
+    continues at once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's
+    verdict; if rank 0 is such a rank, it waits for all others. So if a pattern or the checkpoint
+    fits no rank, no rank has changed anything yet.
     """
 
     def __init__(self, selection: str) -> None:

@@ -34,7 +34,7 @@ Kind: TypeAlias = Literal["save", "restore"]
 
 
 class At(StrEnum):
-    """How far a rank is in its round, as it reports to the others."""
+    """The progress of a rank in its round, as reported to the others."""
 
     HERE = "here"  # waits for rank 0's answer
     WORKING = "working"
@@ -142,7 +142,7 @@ class DrainedPost:
     """How the copies of one checkpoint to slower tiers ended on rank 0.
 
     Attributes:
-        tiers: The names of the tiers that have it.
+        tiers: The names of the tiers that have the checkpoint.
         kind: The class of the error; empty: the checkpoint is durable.
         error: The text of the error.
     """

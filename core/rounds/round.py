@@ -1,9 +1,9 @@
 """One rank's round with all other ranks, sans-IO.
 
 Two sides drive a round. The *engine*, which is the save or the restore of this rank, takes steps
-from `steps` and reports their results. The *session* carries out the operations of `operations`:
-posts, reads, decisions and waits. Neither side waits for the other. Tests run the same code on a
-virtual clock.
+from `steps` and reports their results. The *session* carries out what `operations` yields: posts,
+reads, decisions and waits. Neither side waits for the other. Tests run the same code on a virtual
+clock.
 
 Not thread-safe: `session` holds a lock, as the engine does for its table of a save.
 """
@@ -129,9 +129,9 @@ class RankPlace:
     """The place of this rank among the others.
 
     Attributes:
-        rank: Its number; rank 0 leads.
+        rank: The number of this rank; rank 0 leads.
         world_size: The number of ranks.
-        host: The name of its host.
+        host: The name of this host.
         members: The numbers of these ranks in the job, in order; empty if they are the whole job.
     """
 
@@ -344,7 +344,7 @@ class Round:
 
         Args:
             what: The failure, such as "step 300 was not saved".
-            stays: A sentence on the latest checkpoint; may be empty.
+            stays: A sentence about the latest checkpoint; may be empty.
             own: Whether the rank at fault also gets the error.
         """
         verdict = self.verdict
@@ -542,8 +542,8 @@ class RestoreRound(Round):
     """The round of a restore: all ranks restore one checkpoint, or all raise.
 
     A rank that returns knows that every rank has restored rank 0's choice. A rank that cannot learn
-    the decision raises, though the others may have returned: no protocol can avoid that. This is a
-    separate phase (`Phase.UNKNOWN`).
+    the decision raises, though the others may have returned: no protocol can avoid that. Such a
+    rank ends in a separate phase (`Phase.UNKNOWN`).
     """
 
     kind: Kind = "restore"

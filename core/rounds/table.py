@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """How far a round is on one rank."""
+    """The progress of a round on one rank."""
 
     WAITING = "waiting"  # for rank 0's answer; on rank 0: to give it
     WORKING = "working"
@@ -59,7 +59,7 @@ class Happening(StrEnum):
 
 
 class Step(StrEnum):
-    """What a rank does next."""
+    """The next action of a rank."""
 
     WORK = "write, or restore, then report that it has sealed"
     POST_SEALED = "post what it sealed; wait for the decision"

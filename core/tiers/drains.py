@@ -354,9 +354,9 @@ class Drains:
     def end_gone(self, number: int, record: CommitRecord) -> None:
         """End a checkpoint that is gone before its copy to tier `number`.
 
-        Succeeds if a durable tier has a compaction of the checkpoint, which holds all of its
-        objects. The compaction deletes the older generation in faster tiers, even where it waits to
-        be copied.
+        Ends it without an error if a durable tier has a compaction of it, which holds all of its
+        objects. The compaction deletes the older generation in faster tiers, even where that
+        generation waits to be copied.
         """
         newer: list[CommitRecord] = []
         for at, tier in enumerate(self._tiers):
@@ -399,7 +399,7 @@ class Drains:
         return f"{_LEFT}: {why}"
 
     def is_stuck(self) -> bool:
-        """Return whether a store is stuck. Its call may still use its memory at any time."""
+        """Return whether a store is stuck. A call in flight may still use its buffers."""
         return self.repairs.is_stuck() or any(link.is_stuck() for link in self._links)
 
     def states(self) -> list[DrainState]:

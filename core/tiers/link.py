@@ -278,7 +278,7 @@ class DrainLink:
             return record
 
     def _copy_with_retries(self, record: CommitRecord) -> None:
-        """Copy one checkpoint, with endless retries and exponential backoff."""
+        """Copy one checkpoint; retry temporary errors without limit, with exponential backoff."""
         pause_s = self._timing.drain_retry_first_s
         while not self.is_closed():
             began = time.monotonic()
@@ -310,7 +310,7 @@ class DrainLink:
                 return
 
     def _copy_once(self, record: CommitRecord) -> bool:
-        """Copy a checkpoint to the next tier; return False if both tiers have lost it."""
+        """Copy a checkpoint to the next tier; return False if it is gone from both tiers."""
         source, target = self._source.backend, self._target.backend
 
         def verify_source() -> None:

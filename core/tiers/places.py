@@ -161,7 +161,7 @@ class TierRoots:
         return records, damaged
 
     def _warn_of_older(self, found: Mapping[int, RootRecord | None]) -> None:
-        """Warn about roots of which other tiers have recorded more uses than they have."""
+        """Warn about roots whose own count of uses is lower than another tier's record."""
         for number, record in found.items():
             if record is None or number in self._known:
                 continue
@@ -219,7 +219,7 @@ class TierRoots:
     def _check_distinct(
         self, number: int, record: RootRecord, slower: Mapping[int, RootRecord]
     ) -> None:
-        """Refuse a tier with the root of a slower tier, which URLs need not reveal."""
+        """Refuse a tier with the root of a slower tier, even if their URLs differ."""
         if all(record.root != other.root for other in slower.values()):
             return
         name, url = self._tiers[number].name, self._tiers[number].backend.url

@@ -252,7 +252,7 @@ class TierRepairs:
         on_progress: Callable[[int], None],
         set_here: Sequence[Tier],
     ) -> None:
-        """Verify all of a copy and that it still exists; remove the marks if it does not."""
+        """Verify all of a copy and that it still exists; remove the marks on failure."""
         source = self._tiers[good].backend
         try:
             # Before any deletion: if both copies are damaged, in different blobs, a read can still

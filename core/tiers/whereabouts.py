@@ -87,7 +87,7 @@ def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
 
 
 def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
-    """Return whether a note excludes a save from copies to any of the slower roots `behind`."""
+    """Return whether a note excludes a save from copies to the slower roots `behind`."""
     try:
         noted = _read_note(backend, staying_name(uid), "roots")
     except BlobNotFoundError:
