@@ -40,7 +40,7 @@ _SHOWN_CHARACTERS = 60
 _BEFORE = 12  # characters of a long value that are shown before the first different one
 
 PIECE_BYTES = 16 << 20
-"""The bytes of each side to read at once."""
+"""The bytes to read at once on each side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ _PROOF = "Penstock-Proof"
 _TOKEN = re.compile(r"Bearer (\d{1,9})\.(.*)", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _MOST_SILENT = 64  # connections that have not proved their identity yet
-_UNDISTURBED = 1 / 16  # of the patience: for so long none of them is closed for a newer one
+_UNDISTURBED = 1 / 16  # of the patience: until then, no newer connection displaces one
 # A datagram port that nothing is sent to: connecting shows the local address the kernel would use.
 _ANY_PORT = 9
 # Not a real machine (RFC 5737): the route to it is the default route.
@@ -186,7 +186,7 @@ class BlobServer(ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError:
-            if not self._closed:  # out of descriptors: the listener would be ready for ever
+            if not self._closed:  # out of descriptors: the listener would stay ready forever
                 time.sleep(self._poll_s)
             raise
 

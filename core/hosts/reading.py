@@ -55,7 +55,7 @@ _LEAST_WINDOW_BYTES = 32 << 20
 _PHASES_BYTES = 16 * PAGE_BYTES
 _PIECES_PER_WINDOW = 2
 # A share of the time after which a rank counts as stuck: a rank that waits for another in vain, and
-# then reads alone, must not be taken for dead itself.
+# then reads alone, must not itself count as dead.
 _PATIENCE = 1 / 2
 # Less between hosts: the ranks of this host meanwhile wait for the bytes to be passed on.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4

@@ -445,7 +445,7 @@ class RelayedStore(DelegatingBackend):
         except (BlobNotFoundError, BlobTruncatedError) as error:
             return error
         except BaseException as error:  # noqa: BLE001 - the future raises it
-            self._relay.give_up(error)  # no rank must wait for this one, nor it for others
+            self._relay.give_up(error)  # this rank and the others must not wait for each other
             return error
         return None
 

@@ -159,7 +159,7 @@ class SaveAgreement(RankSession[SaveRound]):
         while not self.wait_all_here(self.group.timing.rank_poll_s):
             self._alive()
             self.check()
-        self.group.lost.clear()  # ranks that failed before are here again
+        self.group.lost.clear()  # ranks that had failed have arrived again
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
@@ -242,7 +242,7 @@ class SaveAgreement(RankSession[SaveRound]):
         Raises:
             PenstockError: The save is given up.
         """
-        phase = self.round.phase  # read without the lock: an end stays one
+        phase = self.round.phase  # read without the lock: a phase that is an end is final
         if phase in ENDS and phase is not Phase.COMMITTED:
             raise self._end_error(phase)
 

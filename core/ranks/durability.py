@@ -133,7 +133,7 @@ class FollowedDrains:
         self._timeout_s = timeout_s
         self._timing = timing
         self._changed = threading.Condition()  # guards all below
-        self._unknown: set[int] = set()  # the rounds whose copies are not known to have ended
+        self._unknown: set[int] = set()  # the rounds whose outcome is unknown
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._failing = ""

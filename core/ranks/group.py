@@ -77,8 +77,8 @@ class KnownPlaces:
     def __init__(self) -> None:
         self._known: dict[object, RankPlaces] = {}
         self._newest: tuple[object, RankPlaces] | None = None
-        self._times_alike = 0  # saves in a row in which the places were the newest ones
-        self._times_needed = 1  # before they are relied on
+        self._times_alike = 0  # consecutive saves with the newest places
+        self._times_needed = 1  # before a save assumes them
 
     def of(self, key: object) -> RankPlaces | None:
         """Return the places of this rank for a save with `key`; None if unknown."""
@@ -224,13 +224,13 @@ class RankGroup:
         self.reads_apart = False
         """Whether the ranks of this host cannot read together."""
         self.lost: set[int] = set()
-        """The ranks that are dead, or have failed; no rank waits for them any more."""
+        """The ranks that are dead or have failed; no rank waits for them."""
         self.shared: set[str] = set()
-        """The places that this rank shares with rank 0, by URL, as far as checked."""
+        """The URLs of the places that this rank is known to share with rank 0."""
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: its reports on its copies to slower tiers."""
         self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
-        """On the others: the copies of rank 0, as they follow them."""
+        """On the other ranks: what they know of rank 0's copies."""
         self._parting = Parting(coordination, self.place)
         self._next = 0
         self._closed = False

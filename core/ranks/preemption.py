@@ -109,7 +109,7 @@ class AgreedStop:
             try:
                 found = store.decide(_ASKED_KEY, own) if own else store.read([_ASKED_KEY])[0]
             except CoordinationError as error:
-                if reason:  # once; tried again after a pause
+                if reason:  # logged once; retried after a pause
                     log.warning(
                         "%s, and the other ranks cannot learn of it: %s", own.decode(), error
                     )
@@ -136,7 +136,7 @@ class AgreedStop:
         if stop == _NEVER:
             log.warning("training does not stop: %s", why)
         else:
-            self._group.ended(0)  # rank 0 waits for that, since the store may be in its process
+            self._group.ended(0)  # rank 0 waits for this: the store may be in its process
         return stop
 
     def _furthest(self, deadline: Deadline) -> int:
@@ -283,7 +283,7 @@ class Preemption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
         if os.getpid() != self._pid:
-            if number == signal.SIGTERM:  # else the parent's `Process.terminate` waits for ever
+            if number == signal.SIGTERM:  # else the parent's `Process.terminate` waits forever
                 signal.signal(number, earlier or signal.SIG_DFL)
                 signal.raise_signal(number)
             return

@@ -124,7 +124,7 @@ class Brought:
             TornSnapshotError: Memory was freed after the description.
         """
         objects: list[StateObject] = []
-        alone: list[StateObject] = []  # of submeshes; no other rank of these holds the same
+        alone: list[StateObject] = []  # of submeshes, where no other rank holds the same objects
         for entry in entries:
             if isinstance(entry, StateObject):
                 if _is_compared(entry, own_paths, shared):

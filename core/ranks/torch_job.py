@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # After a call that has hung for its whole time, others wait for this share of their time.
 _HELD_UP_SHARE = 1 / 4
-# The n-th instances of all ranks belong together, since all ranks run the same program.
+# The n-th instances of all ranks belong together: all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -101,7 +101,7 @@ class TorchCoordination(Coordination):
         """
         check_blob_name(prefix)
         distributed: Any = import_module("torch.distributed")  # its types know no bytes
-        if store is None:  # private, but torch's own `new_group` takes the store this way, too
+        if store is None:  # private, but torch's own `new_group` also takes the store this way
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
             self._store = distributed.PrefixStore(prefix, store.clone())
@@ -112,7 +112,7 @@ class TorchCoordination(Coordination):
         self._network_error: type[Exception] = distributed.DistNetworkError
         is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
         self._died = "" if is_rank_0 else "rank 0 probably died: "
-        self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
+        self._broken: tuple[Deadline, str] | None = None  # no call before this deadline, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
         self._original = store  # the server may live in this object
         self._prefix = prefix

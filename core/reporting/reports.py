@@ -453,7 +453,7 @@ class Outcome(Future[T]):
         super().__init__()
         self._on_error_seen = on_error_seen
         # Our own latch: `Future` waits in a Condition, and Ctrl-C there can leave the condition's
-        # lock acquired for ever.
+        # lock acquired forever.
         self._over = Latch()
         self.add_done_callback(lambda _: self._over.open())  # before all other callbacks
         self.on_result: Callable[[], None] | None = None

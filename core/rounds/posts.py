@@ -306,7 +306,7 @@ class Outbox:
             slot: The state of the rank, which `put_slot` posts.
         """
         self.slot = slot
-        """The state of the rank, as it is now."""
+        """The current state of the rank."""
         self._slot_key = slot_key(rank)
         self._waiting: dict[str, bytes] = {}
 

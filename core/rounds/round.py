@@ -163,14 +163,14 @@ class _Pace:
         self.looks = looks
         look_s = timing.rank_look_s + world_size * timing.rank_share_s
         self.look_s = min(look_s, timing.rank_look_most_s, limit_s / LOOKS)
-        """The seconds between two looks at the others, while this rank has something to do."""
+        """The seconds between two polls of the others while this rank has work to do."""
         self.least_s = timing.rank_look_first_s
-        """The shortest pause of a rank that only looks."""
+        """The shortest pause of a rank that only polls."""
         self.now_s = self.next_beat_s = self.next_slots_s = 0.0
         self.sealed_s = 0.0
         """The counted seconds at which this rank sealed."""
         self.took_s = 0.0
-        """The seconds that the last look took."""
+        """The seconds that the last poll took."""
         self.failed = False
         """Whether a call has failed since the last pause."""
         self._limit_s = limit_s
@@ -396,7 +396,7 @@ class Round:
             answer = pace.answered((yield Read(keys)))
             pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
-                if self._waits_for_others:  # looking is all that it has to do
+                if self._waits_for_others:  # it has nothing to do except poll
                     self.outbox.moved()
                 self._hear(keys, answer.value)
         if slots:

@@ -97,7 +97,7 @@ class Drains:
         self._sent_again = 0
         self._lock = threading.Lock()  # guards the five above
         self._resumed = False
-        self._out_of_turn: set[str] = set()  # uids to copy whatever `drain_every` says
+        self._out_of_turn: set[str] = set()  # uids to copy regardless of `drain_every`
         self._outages = Outages(tiers, workers, min(stuck_s, self._timing.tier_answer_s))
         self.roots = TierRoots(tiers, self._outages)
         self.eviction = Eviction(tiers, on_damage=self._replace_damaged)
@@ -412,7 +412,7 @@ class Drains:
         while True:
             before = self._sent_again
             self.repairs.settle(deadline)
-            # In this order, since each link queues its copies at the next one.
+            # In this order, because each link queues its copies at the next link.
             settled = all(link.settle(deadline) for link in self._links)
             self.repairs.settle(deadline)  # trimming may have found a damaged copy
             if before == self._sent_again:

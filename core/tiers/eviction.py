@@ -138,7 +138,7 @@ class Eviction:
         backend = self._tiers[number].backend
         for record in here:
             # The mark is checked after the verification of the later copy, which may take long: a
-            # repair of another tier may set the mark meanwhile, since it needs this copy.
+            # repair of another tier may set the mark in the meantime, to keep this copy.
             if self._is_elsewhere(number, record, verify) and not is_marked(backend, record.uid):
                 yield record
 

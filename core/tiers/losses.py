@@ -209,7 +209,7 @@ def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> se
             missing = _missing(tier.backend, record, lengths)
             if not is_whole(tier.backend, record):
                 return None
-    except StorageError as error:  # the read has warned of it
+    except StorageError as error:  # the read has already warned about it
         log.debug("step %d: cannot check tier %s: %s", record.step, tier.name, str(error))
         return None
     return missing

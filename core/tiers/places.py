@@ -235,7 +235,7 @@ class TierRoots:
         backend = self._tiers[number].backend
         record = RootRecord(run, secrets.token_hex(16))
         try:
-            # The tier has just been read, so a pause is ignored: else a tier that is back would get
+            # The tier has just been read, so a pause is ignored: otherwise a tier that is back gets
             # no root record, and thus no copy, until the pause is over.
             publish = partial(_publish_root, backend, record, exclusive=exclusive)
             return self._outages.ask(number, publish, despite_pause=True)
