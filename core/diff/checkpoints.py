@@ -380,7 +380,6 @@ class _Stored:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """The position of the chunk in the object."""
         return self.region.offsets, self.region.sizes, self.ref.start, self.ref.stop
 
     @property

@@ -215,8 +215,6 @@ class BlobServer(ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
-
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "penstock", ""
     disable_nagle_algorithm = True

@@ -369,7 +369,6 @@ class SharedReading:
     def _begins(
         self, relay: Relay, relayed_bytes: Sequence[RelayedBytes], ways: Ways, loader: Loader
     ) -> bool:
-        """Start the relay; return whether it started."""
         # Below the store's limit too: a rank that waits for another does not hang itself.
         limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
@@ -425,7 +424,7 @@ class SharedReading:
         relay: Relay | None,
         progress: Callable[[int], None],
     ) -> Sequence[FrameJob[CodecChain]]:
-        """Read the pieces that others also need; return the pieces not lent, which are unread."""
+        """Read the pieces that others also need; return those not lent, which are unread."""
         if not self._own:
             return ()
         assert self._met is not None

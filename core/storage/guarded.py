@@ -114,7 +114,7 @@ class GuardedBackend(DelegatingBackend):
         return [self._checked(info, what) for info in super().list(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return the name's size as the contract requires, with checked results and errors."""
+        """Stat as the contract requires, with checked results and errors."""
         return self._checked(super().stat(name), _shown("stat", (name,)))
 
     @property

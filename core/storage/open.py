@@ -239,7 +239,6 @@ def _is_known_to_fsspec(scheme: str) -> bool:
 
 @installed_only()
 def _fsspec_schemes() -> set[str]:
-    """Return the schemes that fsspec knows; empty without fsspec."""
     try:
         from fsspec.registry import known_implementations, registry  # noqa: PLC0415 - 80 ms
     except ImportError:

@@ -384,8 +384,6 @@ def verify_and_repair(
 
 
 class _CheckpointRepair:
-    """The repair of one checkpoint in all tiers."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
