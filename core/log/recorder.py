@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.format.segment import FIRST, log_prefix
+from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
 from penstock.core.log.proof import RefutedError, begin_proof
+from penstock.core.log.recut import cuts_of
 from penstock.core.log.replayed import digest_of, stored_step
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.recut import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tree.describe import Description
@@ -156,10 +158,17 @@ class Recorder:
             self._drop(self._logs)
         if self.ended:
             self._drop(self._logs)
-        self._begin(_Log(uid, self._writer(uid, FIRST), committed), step, state)
+        writer = self._writer(uid, uid[: len(NO_SESSION)], FIRST)  # all ranks have this uid
+        self._begin(_Log(uid, writer, committed), step, state)
 
     def begin_after_restore(
-        self, uid: str, step: int, state: Mapping[str, Any], *, previous: bytes = FIRST
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        session: str,
+        previous: bytes = FIRST,
     ) -> None:
         """Log from now on what follows a restored step.
 
@@ -167,13 +176,14 @@ class Recorder:
             uid: The uid of the checkpoint.
             step: The restored step.
             state: The state tree.
+            session: See `EntryHeader`.
             previous: The digest of the entry that was replayed last.
         """
         self._drop(self._logs)
         self._stored.clear()
         # A run that has a log will have one again: the next save must not be its first call.
         self._watch.keeps = self._watch.keeps or previous != FIRST
-        self._begin(_Log(uid, self._writer(uid, previous)), step, state)
+        self._begin(_Log(uid, self._writer(uid, session, previous)), step, state)
 
     def pause(self, reason: str) -> None:
         """Log nothing before the next save or restore: the state is not that of a checkpoint."""
@@ -238,9 +248,11 @@ class Recorder:
         if self._writing is not None:
             self._writing.flush()
 
-    def _writer(self, uid: str, previous: bytes) -> SegmentWriter:
+    def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
-        return SegmentWriter(self._backend, uid, rank, world_size, previous=previous)
+        return SegmentWriter(
+            self._backend, uid, rank, world_size, session=session, previous=previous
+        )
 
     def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
@@ -395,6 +407,7 @@ class _Writing:
             }
         )
         self._registry = registry
+        self._cuts: dict[object, Cut] = {}
         self._staging = KeptStaging(self._config, workers, Pending())
         self._thread = workers.spawn("log", self._run)
 
@@ -432,9 +445,16 @@ class _Writing:
         for writer in writers:
             writer.append(entry.step, files, sync_every=1)
 
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
+
     def _encode(self, entry: _Entry) -> dict[str, bytes]:
         """Save an entry in memory; return its files."""
-        steps = [stored_step(step, path) for path, step in entry.steps]
+        steps = [stored_step(step, path, self._cut_of) for path, step in entry.steps]
         for (_, step), stored in zip(entry.steps, steps, strict=True):
             if step.proof is not None:
                 step.proof.check(step.replayer, stored)
