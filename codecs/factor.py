@@ -9,13 +9,17 @@ A power of two moves only exponents, so the stored factor is at least 1 and belo
 rounded to nearest even. They come from a table that integer arithmetic fills: floating point would
 depend on whether the thread flushes subnormal numbers.
 
-A frame of n elements in b = ceil(n / 32768) blocks, with e exceptions, is little-endian:
+A frame of n elements in b = ceil(n / 32768) blocks, with e exceptions in r runs, is little-endian:
 
     2 n bytes   a code for each element: its bfloat16 number; of an exception, its top 16 bits
     4 bytes     the factor, as float32
-    2 b bytes   the number of exceptions in each block
-    2 e bytes   the place of each exception in its block
+    2 b bytes   the number of runs in each block
+    2 r bytes   the place of each run in its block
+    2 r bytes   the number of exceptions in each run
     2 e bytes   the lower 16 bits of each exception
+
+Exceptions come in runs where another layer adds to the gradient of some rows, as an embedding does
+whose weight is also that of the output layer.
 
 A code is not multiplied if its exponent has only zeros or only ones (zeros, subnormal numbers,
 infinities, NaNs): it is the top half of an element whose lower half is zero.
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float32]
 
 _BLOCK = 32 << 10
-_MOST_EXCEPTIONS = 1 / 4  # of the elements; each takes 4 bytes more than others
+_MOST_EXCEPTIONS = 1 / 4  # of the elements; each takes 2 to 6 bytes more than others
 _RUN = 16  # consecutive elements of a sample
 _TRIED = 12  # elements that show which candidates are worth the whole sample
 _ANCHORS = slice(None, None, 3)  # of them; 4 exceptions are 0.4 % of the worst accepted chunks
@@ -75,9 +79,9 @@ class FactorCodec(Codec):
         return raw_length
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return bfloat16 numbers: one for each element, then those that hold everything else."""
+        """Return a bfloat16 number for each element, then those that hold everything else."""
         del context
-        return CodecOutput("bfloat16", 2)
+        return CodecOutput("bfloat16", 2, elementwise=True, tail=True)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
@@ -97,12 +101,15 @@ class FactorCodec(Codec):
         places = _divide(bits, factor, words[: bits.size])
         if places is None:
             return DECLINED
+        begins = (np.diff(places, prepend=-2) != 1) | (places % _BLOCK == 0)
+        starts = places[begins]
         tail = np.concatenate(
             [
                 [factor & 0xFFFF, factor >> 16],
-                [len(block) for block in places],
-                *places,
-                *(bits[n * _BLOCK :][block] & 0xFFFF for n, block in enumerate(places)),
+                np.bincount(starts // _BLOCK, minlength=-(-bits.size // _BLOCK)),
+                starts % _BLOCK,
+                np.diff(np.flatnonzero(begins), append=places.size),
+                bits[places] & 0xFFFF,
             ]
         )
         length = bits.size + tail.size
@@ -121,25 +128,26 @@ class FactorCodec(Codec):
         if not whole or source.nbytes < 2 * (at + blocks):
             raise _wrong(source, target, context)
         words: Codes = np.frombuffer(source, "<u2")
-        numbers = words[at : at + blocks].tolist()
-        if words.size != at + blocks + 2 * sum(numbers):
+        counts = words[at : at + blocks].astype(np.intp)
+        runs = int(counts.sum())
+        starts, lengths, lows = np.split(words[at + blocks :], [runs, 2 * runs])
+        if lengths.size != runs or lows.size != lengths.sum(dtype=np.intp):
             raise _wrong(source, target, context)
-        places, lows = np.split(words[at + blocks :], 2)
+        # A run has its place less the exceptions before it, and each exception its own number more.
+        shifts = np.repeat(np.arange(blocks) * _BLOCK, counts) + starts
+        shifts -= np.cumsum(lengths, dtype=np.intp) - lengths
+        places = np.repeat(shifts, lengths) + np.arange(lows.size)
+        if places.size and int(places.max()) >= count:
+            raise _wrong(source, target, context)
         factor = int(words[count]) | int(words[count + 1]) << 16
         if not _ONE <= factor <= _ONE | _MANTISSA:
             msg = f"factor: the float32 {factor:#x} is not from 1 to 2"
             raise CodecError(msg)
         bits: Bits = np.frombuffer(target, "<u4")
-        at = 0
-        for n, number in enumerate(numbers):
-            block = bits[n * _BLOCK :][:_BLOCK]
-            codes = words[n * _BLOCK :][: block.size]
-            _multiply(codes, factor, block)
-            place, low = places[at : at + number], lows[at : at + number]
-            if number and int(place.max()) >= block.size:
-                raise _wrong(source, target, context)
-            block[place] = codes[place].astype(np.uint32) << np.uint32(16) | low
-            at += number
+        for start in range(0, count, _BLOCK):
+            block = bits[start : start + _BLOCK]
+            _multiply(words[start : start + block.size], factor, block)
+        bits[places] = words[places].astype(np.uint32) << np.uint32(16) | lows
 
 
 def _wrong(frame: memoryview, out: memoryview, context: CodecContext) -> CodecError:
@@ -191,14 +199,10 @@ def _fits(numbers: Floats, factors: Floats) -> NDArray[np.bool_]:
     return fits
 
 
-def _divide(bits: Bits, factor: int, codes: Codes) -> list[NDArray[np.intp]] | None:
-    """Write the codes of the elements.
-
-    Returns:
-        The places of the exceptions in each block; None if there are too many.
-    """
+def _divide(bits: Bits, factor: int, codes: Codes) -> NDArray[np.intp] | None:
+    """Write the codes of the elements; return the exceptions, or None if there are too many."""
     reciprocal = 1 / np.array(factor, np.uint32).view(np.float32)
-    places: list[NDArray[np.intp]] = []
+    exceptions: list[NDArray[np.intp]] = []
     left = _MOST_EXCEPTIONS * bits.size
     for start in range(0, bits.size, _BLOCK):
         block, code = bits[start : start + _BLOCK], codes[start : start + _BLOCK]
@@ -212,13 +216,13 @@ def _divide(bits: Bits, factor: int, codes: Codes) -> list[NDArray[np.intp]] | N
         np.copyto(code, rounded, casting="unsafe")
         products = _memory.products[: block.size]
         _multiply(code, factor, products)
-        exceptions = np.flatnonzero(products != block)
-        left -= exceptions.size
+        places = np.flatnonzero(products != block)
+        left -= places.size
         if left < 0:
             return None
-        code[exceptions] = block[exceptions] >> np.uint32(16)
-        places.append(exceptions)
-    return places
+        code[places] = block[places] >> np.uint32(16)
+        exceptions.append(places + start)
+    return np.concatenate(exceptions)
 
 
 def _multiply(codes: Codes, factor: int, out: Bits) -> None:

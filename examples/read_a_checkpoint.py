@@ -75,12 +75,13 @@ def decode(codec, data, length, config, dtype, itemsize, base):
 
 def decode_factor(data, count):
     blocks, words = -(-count // 32768), np.frombuffer(data, "<u2")
-    codes, factor, exceptions, rest = np.split(words, [count, count + 2, count + 2 + blocks])
+    codes, factor, runs, rest = np.split(words, [count, count + 2, count + 2 + blocks])
     tops = codes.astype("<u4") << 16
     multiplied = (tops.view("<f4") * factor.view("<f4")).view("<u4")
     out = np.where(np.isin(tops >> 23 & 0xFF, [0, 0xFF]), tops, multiplied)
-    places, lows = np.split(rest, 2)
-    places = np.repeat(np.arange(blocks) * 32768, exceptions) + places
+    starts, lengths, lows = np.split(rest.astype(int), [runs.sum(), 2 * runs.sum()])
+    starts = np.repeat(np.arange(blocks) * 32768, runs) + starts - np.cumsum(lengths) + lengths
+    places = np.repeat(starts, lengths) + np.arange(len(lows))
     out[places] = tops[places] | lows
     return out.tobytes()
 

@@ -63,11 +63,14 @@ class CodecOutput:
         elementwise: Whether the output has one element for each element of the chunk, in the same
             order, and nothing else. The next codec then sees the shape and place of the chunk;
             otherwise it sees one row of elements.
+        tail: Whether further elements may follow in an elementwise output. The next codec then
+            sees a region with as many more rows as they need.
     """
 
     dtype: str = "uint8"
     itemsize: int = 1
     elementwise: bool = False
+    tail: bool = False
 
 
 class Codec(ABC):

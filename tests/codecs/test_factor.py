@@ -160,7 +160,7 @@ def test_floatsplit_compresses_its_output():
 
 def test_a_frame_with_wrong_numbers_is_refused():
     array = gradients(40_000, 0.3)
-    array[[5, 32_770]] = 1 / 3
+    array[[5, 32_770]] = 1 / 3  # two runs of one exception
     raw = array.tobytes()
     frame = encoded(raw)
     head = 2 * array.size
@@ -168,10 +168,13 @@ def test_a_frame_with_wrong_numbers_is_refused():
         (head, b"\0\0\0\0"),  # the factor
         (head, b"\0\0\0\x40"),
         (head, b"\0\0\xc0\xff"),
-        (head + 4, b"\2"),  # the exceptions of the first block
+        (head + 4, b"\2"),  # the runs in the first block
         (head + 4, b"\xff\xff\xff\xff"),
-        (head + 8 + 2, b"\xff\x7f"),  # the place in the second block
-        (head + 8, b"\xff\xff"),
+        (head + 8, b"\xff\xff"),  # the place in the first block
+        (head + 10, b"\xff\x7f"),  # in the second block, which is shorter
+        (head + 12, b"\2"),  # the exceptions of the first run
+        (head + 12, b"\0\0"),
+        (head + 12, b"\xff\xff\xff\xff"),
     ):
         damaged = bytearray(frame)
         damaged[at : at + len(new)] = new
