@@ -110,8 +110,7 @@ def _is_valid(output: CodecOutput) -> bool:
         and dtype != ""
         and type(output.itemsize) is int
         and output.itemsize > 0
-        and type(output.elementwise) is bool
-        and type(output.tail) is bool
+        and {type(output.elementwise), type(output.tail)} == {bool}
     )
 
 
