@@ -403,7 +403,7 @@ class _Writing:
                 "mode": "blocking",
                 "allow_pickle": config.allow_pickle,
                 "chunk_bytes": config.chunk_bytes,
-                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["floatsplit"]}],
+                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
             }
         )
         self._registry = registry
