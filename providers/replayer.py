@@ -38,7 +38,8 @@ class TorchReplayer(Replayer):
             return f"{name} is capturable: no hook runs when a CUDA graph replays its step"
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if name not in _ELEMENTWISE and any(hasattr(p, "_local_tensor") for p in parameters):
-            # A DTensor; the class takes long to import. A replay in which one rank fails would leave the others in a collective.
+            # DTensors, whose class takes long to import. A rank whose replay failed would leave the
+            # others in a collective.
             return f"steps of {name} on shards need the other ranks"
         return ""
 
