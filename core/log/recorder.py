@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from dataclasses import dataclass, replace
 from queue import Queue
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,10 @@ log = logging.getLogger("penstock")
 STATE, STEPS, OPTIONS = "state", "steps", "options"
 """The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
 
-_DIGEST_EVERY = 64  # entries; the first has one, so that a wrong engine shows at the first replay
+# The first entry has a digest, so that a wrong engine shows at the first replay. Then as many have
+# one as take this share of the time, and at least every 64th.
+_DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
+_DIGEST_FREE_S = 0.0005  # a digest that takes less is always taken
 
 
 class CopiedSource(ByteSource):
@@ -125,7 +129,8 @@ class Recorder:
         self._watch = StepWatch(registry.replayer, begin_proof)
         self._logs: list[_Log] = []
         self._last = -1
-        self._logged = 0
+        self._skipped = _DIGEST_EVERY  # entries without a digest
+        self._digested_s = self._digest_s = 0.0  # time of the last digest, and how long it took
         self._writing: _Writing | None = None
         self._known = Known()
         # The memory and version of each parameter that no optimizer changes, as the log has it, and
@@ -257,7 +262,7 @@ class Recorder:
     def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
         self._last = step
-        self._logged = 0
+        self._skipped = _DIGEST_EVERY
         self.ended = self._refuted
         if "torch" in sys.modules:
             optimizers = optimizers_of(state, self._registry).values()
@@ -302,10 +307,7 @@ class Recorder:
             self._watch.check()
         finally:
             self._watch.clear()
-        for step in steps:
-            if self._logged % _DIGEST_EVERY == 0:
-                step.digest = digest_of(step.optimizer)
-        self._logged += 1
+        self._digest(steps)
         optimizers = optimizers_of(state, self._registry)
         known = Known(self._known)
         description = describe_tree(
@@ -319,7 +321,7 @@ class Recorder:
         strangers += [s.optimizer for s in steps if id(s.optimizer) not in paths]
         named = [(paths[id(s.optimizer)], s) for s in steps if id(s.optimizer) in paths]
         options = {path: options_of(optimizer) for path, optimizer in optimizers.items()}
-        claimed = storages_of(optimizers.values())
+        claimed = self._watch.claimed()
         memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
         inside = claimed | {memory.storage for memory in memories if memory is not None}
         for optimizer in strangers:
@@ -329,6 +331,20 @@ class Recorder:
         rest = self._rest(description, claimed)
         self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
+
+    def _digest(self, steps: Sequence[LoggedStep]) -> None:
+        """Take digests, as often as they take a small share of the time of training.
+
+        A digest finds changes that leave no mark, such as those through `Tensor.data`.
+        """
+        now = time.monotonic()
+        self._skipped += 1
+        pause_s = self._digest_s / _DIGEST_SHARE if self._digest_s > _DIGEST_FREE_S else 0.0
+        if now < self._digested_s + pause_s and self._skipped < _DIGEST_EVERY:
+            return
+        for step in steps:
+            step.digest = digest_of(step.optimizer)
+        self._skipped, self._digested_s, self._digest_s = 0, now, time.monotonic() - now
 
     def _rest(self, description: Description, claimed: Collection[int]) -> list[StateObject | Node]:
         """Return what no optimizer changes, with copies of its bytes."""

@@ -19,12 +19,15 @@ from penstock.core.save.hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     import torch
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
     from penstock.core.log.proof import Proof
+
+    Marks: TypeAlias = list[tuple[int, int, int]]
 
 _watches: WeakSet[StepWatch] = WeakSet()
 
@@ -103,9 +106,7 @@ class StepWatch:
     trouble: str = ""
     keeps: bool = False
     # What `_marks` returned after the last step of each optimizer of the state, by id.
-    _after: dict[int, tuple[Callable[[], Optimizer | None], list[tuple[int, int]]]] = field(
-        default_factory=dict
-    )
+    _after: dict[int, tuple[Callable[[], Optimizer | None], Marks]] = field(default_factory=dict)
     _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
     _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
     _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
@@ -139,6 +140,10 @@ class StepWatch:
                 self._compare(optimizer)
         if self.trouble:
             raise NotLoggedError(self.trouble)
+
+    def claimed(self) -> set[int]:
+        """Return the addresses of the memory that the optimizers change, as of their last steps."""
+        return {address for _, marks in self._after.values() for *_, address in marks} - {0}
 
     def clear(self) -> None:
         """Forget the steps that were logged."""
@@ -283,9 +288,15 @@ def version_of(tensor: Any) -> int:
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
 
 
-def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Return what changes with any change of the parameters and the state that torch sees."""
-    return [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
+def _marks(optimizer: Optimizer) -> Marks:
+    """Return what changes with any change of the parameters and the state that torch sees.
+
+    Changes in place through `Tensor.data` leave no mark; digests find these.
+    """
+    return [
+        (id(tensor), version_of(tensor), address_of(local_of(tensor)))
+        for tensor in tensors_of(optimizer)
+    ]
 
 
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:

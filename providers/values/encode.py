@@ -124,7 +124,10 @@ class _Encoder:
         return [[self.at(f"/key {show_key(key)}", key), self.at(_step(key), v)] for key, v in items]
 
     def items(self, values: Iterable[Any]) -> list[Any]:
-        return [self.at(f"[{index}]", value) for index, value in enumerate(values)]
+        listed = [*values]
+        if {*map(type, listed)} == {int} and max(map(abs, listed)) < _JSON_INT:
+            return listed  # the states of generators have hundreds
+        return [self.at(f"[{index}]", value) for index, value in enumerate(listed)]
 
     def at(self, step: str, value: Any) -> Any:
         self._within.append(step)

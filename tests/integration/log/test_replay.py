@@ -17,6 +17,7 @@ from torch import nn, optim
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import StateObject
+from penstock.core.log import recorder
 from penstock.core.plugins.registry import default_registry
 from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.paths import show_path
@@ -453,3 +454,19 @@ def test_other_cpu_instructions_end_the_restore_at_the_base(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["DEFAULT", "3", "0"]
     assert f"cpu {torch.backends.cpu.get_cpu_capability()}, now DEFAULT" in done.stderr
+
+
+def test_change_that_leaves_no_mark_is_found_by_a_digest(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(recorder, "_DIGEST_FREE_S", 60.0)  # takes one of each entry
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(training.state, 0, mode="blocking")
+        for number in range(1, 5):
+            if number == 3:
+                training.model[0].weight.data.mul_(2)
+            training.step()
+            ckpt.log(training.state, number)
+    other = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state).step == 0
+    assert "has other bits after a logged step than it had in training" in caplog.text
