@@ -39,6 +39,7 @@ from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.saver import Saver
+from penstock.core.schedule.scheduler import Scheduler
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
@@ -155,6 +156,7 @@ class Checkpointer:
             ranks=self._ranks.of_restore,
         )
         self._catalog = self._reader.catalog
+        self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
             self._backend,
             self._catalog,
@@ -165,6 +167,7 @@ class Checkpointer:
             tiers=self._drains,
             earlier=EarlierReader(registry),
             ranks=self._ranks,
+            on_report=self._scheduler.reported,
         )
         self._recorder = Recorder(store, config, registry, self._workers)
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
@@ -246,19 +249,42 @@ class Checkpointer:
         """
         called = time.monotonic()
         self._check_may_save()
-        handle = self._saver.save(
-            state,
-            step,
-            mode=mode,
-            metadata=metadata,
-            overwrite=overwrite,
-            on_progress=on_progress,
-            called=called,
-        )
-        job = self._saver.job
-        if job is not None and job.handle is handle and self._may_log():
-            self._recorder.begin_after_save(job.uid, handle.step, state, job.handle.committed)
+        with self._scheduler.measuring():
+            handle = self._saver.save(
+                state,
+                step,
+                mode=mode,
+                metadata=metadata,
+                overwrite=overwrite,
+                on_progress=on_progress,
+                called=called,
+            )
+            job = self._saver.job
+            if job is not None and job.handle is handle and self._may_log():
+                committed = job.handle.committed
+                self._recorder.begin_after_save(job.uid, handle.step, state, committed)
         return handle
+
+    def due(self, step: int) -> bool:
+        """Return whether to save now: `if ckpt.due(step): ckpt.save(state, step)`.
+
+        Call it once per step, on all ranks. The option `schedule` sets the interval. With
+        `every="auto"` the first call returns True; then rank 0 decides by the time of a step and
+        of the newest save. All ranks save at the same steps, without collectives. A rank that is
+        ahead of rank 0 may wait for its decision.
+
+        Args:
+            step: The step, ascending.
+
+        Raises:
+            RankError: Rank 0 has not reached this step for `rank_timeout_s`.
+            CoordinationError: The store of the job cannot be reached.
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        self._check_may_save()
+        number = valid_step(step)
+        group = self._ranks.of_save()
+        return self._scheduler.is_due(number, group, is_over=self._saver.pending.is_over)
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """Log what the optimizers of `state` did since the last call of `save` or `log`.
@@ -287,7 +313,8 @@ class Checkpointer:
         if not self._may_log():
             msg = "log is for one process and one place: several ranks, or tiers, cannot log yet"
             raise ConfigError(msg)
-        return self._recorder.log(state, step)
+        with self._scheduler.measuring(log=True):
+            return self._recorder.log(state, step)
 
     def _may_log(self) -> bool:
         try:
@@ -353,7 +380,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.fence(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.fence(timeout)
         self._saver.pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -365,7 +393,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.wait(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.wait(timeout)
         self._saver.pending.raise_unseen()
 
     def restore(  # noqa: PLR0913 - options, each by name
@@ -431,6 +460,7 @@ class Checkpointer:
         )
         whole = include is None and exclude is None and rename is None
         report = self._restore_logged(state, step, restore, whole=whole)
+        self._scheduler.restored(report)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report

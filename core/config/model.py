@@ -64,6 +64,7 @@ __all__ = [
     "Prefer",
     "Retention",
     "Rule",
+    "Schedule",
     "json_schema",
     "load_config",
     "parse_size",
@@ -273,6 +274,33 @@ class Retention(_Model):
         return self
 
 
+def _every_form(value: object) -> str:
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+class Schedule(_Model):
+    """When `Checkpointer.due` says that a save is due.
+
+    Attributes:
+        every: The steps from one save to the next. `"auto"`: chosen by what the run measures.
+        overhead: The largest share of the training time that saves, and logs if the run logs, may
+            cost the training thread.
+        mtbf_s: The mean time between failures of the job, in seconds. With it the interval is
+            Young's, if the overhead allows it; else the shortest that the overhead allows.
+        max_replay_s: Seconds that the replay of a [log](logs.md) may take, if the overhead allows
+            it. By default as long as the last restore of this process.
+    """
+
+    every: Annotated[
+        Annotated[Literal["auto"], Tag("<auto>")]
+        | Annotated[int, Field(ge=1, strict=True), Tag("<number>")],
+        Discriminator(_every_form),
+    ] = "auto"
+    overhead: float = Field(default=0.01, gt=0, le=1)
+    mtbf_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_replay_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class Deltas(_Model):
     """How far checkpoints that the codec `delta` encodes depend on earlier ones.
 
@@ -325,6 +353,7 @@ class CheckpointerConfig(_Model):
         rules: Which codecs objects go through, by their paths. The first match wins; objects that
             match none stay raw.
         retention: Which checkpoints to keep. By default all stay.
+        schedule: When `due` says that a save is due.
         deltas: How far checkpoints depend on earlier ones. Without a rule whose codecs begin with
             `delta` it has no effect, and a warning says so.
         staging_bytes: Memory of this rank for captured state (two chunks if that is more), which no
@@ -378,6 +407,7 @@ class CheckpointerConfig(_Model):
         tuple[Rule, ...], BeforeValidator(_list_of_rules), BeforeValidator(_empty_if_none)
     ] = ()
     retention: Retention | None = None
+    schedule: Schedule = Field(default_factory=Schedule)
     deltas: Deltas = Field(default_factory=Deltas)
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
@@ -411,6 +441,7 @@ class CheckpointerOptions(TypedDict, total=False):
 
     rules: Sequence[Rule | Mapping[str, Any]] | None
     retention: Retention | Mapping[str, int | float | str] | None
+    schedule: Schedule | Mapping[str, int | float | str | None]
     deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode

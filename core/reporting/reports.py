@@ -87,6 +87,29 @@ class SaveTotals:
     bytes_twice: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SaveInterval:
+    """How often `Checkpointer.due` returns True, and what that costs.
+
+    Attributes:
+        steps: The steps from one save to the next.
+        seconds: The same in seconds of training.
+        why: The reason for this interval, in words.
+        overhead: The share of the training time that saves, and logs if the run logs, cost the
+            training thread.
+        lost_steps: The steps that a crash loses on average: half an interval, and those that are
+            trained until a save is durable. With a log: one, the most.
+        lost_seconds: The same in seconds of training.
+    """
+
+    steps: int
+    seconds: float
+    why: str
+    overhead: float
+    lost_steps: float
+    lost_seconds: float
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(HtmlTable):
     """The report of a durable save.
@@ -115,6 +138,8 @@ class SaveReport(HtmlTable):
         codecs: What rules with `codecs = "auto"` chose, by class of objects.
         ranks: How many ranks saved it together. The figures above count only this rank's work.
         total: The sum over all ranks.
+        interval: If the run uses `Checkpointer.due`: when the next save is due, and why. On rank 0,
+            which decides it.
     """
 
     step: int
@@ -134,6 +159,7 @@ class SaveReport(HtmlTable):
     codecs: tuple[CodecChoice, ...] = ()
     ranks: int = 1
     total: SaveTotals = SaveTotals(0, 0, 0)
+    interval: SaveInterval | None = None
 
     def __repr__(self) -> str:
         """Return the main figures in one short line."""
