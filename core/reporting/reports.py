@@ -163,10 +163,14 @@ class SaveReport(HtmlTable):
 
     def __repr__(self) -> str:
         """Return the main figures in one short line."""
+        following = ""
+        if self.interval is not None:
+            steps = counted(self.interval.steps, "step")
+            following = f"; the next is due after {steps}: {self.interval.why}"
         return (
             f"<SaveReport step={self.step}: {counted(self.objects, 'object')}, "
             f"{size_text(self.bytes_raw)}, {size_text(self.bytes_stored)} stored through "
-            f"{self.engine} in {self.seconds['total']:.3f} s>"
+            f"{self.engine} in {self.seconds['total']:.3f} s{following}>"
         )
 
 
@@ -624,8 +628,10 @@ def _text(name: str, value: Any) -> str:
             text = "yes" if value else "no"
         case int() if "bytes" in name:
             text = size_text(value)
-        case float() if name == "seconds":
+        case float() if name in {"seconds", "lost_seconds"}:
             text = f"{value:.3g} s"
+        case float() if name in {"overhead", "lost_steps"}:
+            text = f"{value:.3g}"
         case tuple():
             # Of thousands of paths, the first ones show whether they are as expected.
             text = f"{len(value)}: {listed([_entry(name, one) for one in value])}"
