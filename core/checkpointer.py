@@ -282,9 +282,9 @@ class Checkpointer:
             ConfigError: There are several ranks, and this one cannot find the others.
         """
         self._check_may_save()
-        number = valid_step(step)
-        group = self._ranks.of_save()
-        return self._scheduler.is_due(number, group, is_over=self._saver.pending.is_over)
+        return self._scheduler.is_due(
+            valid_step(step), self._ranks.of_save, self._saver.pending.is_over
+        )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """Log what the optimizers of `state` did since the last call of `save` or `log`.

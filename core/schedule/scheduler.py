@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +34,7 @@ class Scheduler:
         """Prepare; nothing is measured before `is_due`."""
         self._schedule = schedule
         self._clock = clock
+        self._group: RankGroup | None = None
         self._leads = False  # whether `is_due` is used, on rank 0
         self._horizon: Horizon | None = None
         self._answer: tuple[int, bool] | None = None  # the newest step, and whether one was due
@@ -46,30 +46,37 @@ class Scheduler:
         self._waited_s = fence.waited_s()
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._log_s: deque[float] = deque(maxlen=_STEPS)
+        self._chosen = self._choose_at = 0  # the step of the next save; when to choose again
         self._duration_s = 0.0
         self._replay_s: float | None = None
         self._restore_s: float | None = None
 
-    def is_due(self, step: int, group: RankGroup | None, *, is_over: Callable[[], bool]) -> bool:
+    def is_due(
+        self, step: int, find_group: Callable[[], RankGroup | None], is_over: Callable[[], bool]
+    ) -> bool:
         """Return whether a save is due at `step`, the same on every rank.
 
         Args:
             step: The step.
-            group: The ranks that save together; None: this process is alone.
+            find_group: Returns the ranks that save together; None: this process is alone. Called
+                once: it takes longer than the rest.
             is_over: Returns whether no save is in flight.
 
         Raises:
+            ConfigError: `find_group` does not find the other ranks.
             RankError: Rank 0 does not reach this step.
             CoordinationError: The store of the job cannot be reached.
         """
+        if self._answer is None:
+            self._group = find_group()
+            self._leads = self._group is None or self._group.place.rank == 0
         self._measure_step(step)
-        self._leads = group is None or group.place.rank == 0
         if self._answer is not None and self._answer[0] == step:
             return self._answer[1]
         if isinstance(self._schedule.every, int):
             due = step % self._schedule.every == 0
         else:
-            due = self._agreed(step, group, is_over)
+            due = self._agreed(step, self._group, is_over)
         if due:
             self._save_began_s = self._saves_s
         self._answer = step, due
@@ -164,17 +171,26 @@ class Scheduler:
         """Return the step of the next save; None: not known yet."""
         # At the step of a save, the save has not begun.
         if step == horizon.saved or len(self._step_s) < _LEAST_STEPS or not is_over():
+            self._choose_at = 0
             return None
-        return horizon.saved + self._interval().steps
+        if step >= self._choose_at:  # not at each step: it takes 0.1 ms of cold code
+            self._chosen = horizon.saved + self._interval().steps
+            self._choose_at = step + max(1, (self._chosen - step) // 4)
+        return self._chosen
 
     def _interval(self, least_blocked_s: float = 0.0) -> SaveInterval:
         blocked_s = max(self._saves_s - self._save_began_s, least_blocked_s)
         measured = Measured(
-            step_s=statistics.median(list(self._step_s)),
+            step_s=_median(self._step_s),
             blocked_s=blocked_s,
             duration_s=self._duration_s,
-            log_s=statistics.median(list(self._log_s)) if self._log_s else None,
+            log_s=_median(self._log_s) if self._log_s else None,
             replay_s=self._replay_s,
             restore_s=self._restore_s,
         )
         return interval_of(measured, self._schedule)
+
+
+def _median(values: deque[float]) -> float:
+    ordered = sorted(values.copy())
+    return ordered[len(ordered) // 2]

@@ -25,6 +25,9 @@ class Training:
     def is_over(self):
         return self.clock.monotonic_s() >= self.over_s
 
+    def is_due(self, step):
+        return self.scheduler.is_due(step, lambda: None, self.is_over)
+
     def call(self, seconds, **options):
         with self.scheduler.measuring(**options):
             self.clock.advance(seconds)
@@ -33,7 +36,7 @@ class Training:
     def run(self, steps):
         for step in steps:
             self.clock.advance(self.step_s)
-            if self.scheduler.is_due(step, None, is_over=self.is_over):
+            if self.is_due(step):
                 assert self.is_over(), "the last save is still in flight"
                 self.over_s = self.clock.monotonic_s() + self.duration_s
                 self.call(self.blocked_s)
@@ -86,9 +89,9 @@ def test_interval_follows_the_length_of_a_step():
 
 def test_a_step_that_is_asked_for_twice_has_one_answer():
     training = Training().run(range(10))
-    due = [training.scheduler.is_due(10, None, is_over=training.is_over) for _ in range(3)]
+    due = [training.is_due(10) for _ in range(3)]
     assert due == [True] * 3
-    assert not training.scheduler.is_due(11, None, is_over=training.is_over)
+    assert not training.is_due(11)
 
 
 def test_first_step_after_training_went_back_is_due():
