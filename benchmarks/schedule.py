@@ -77,11 +77,12 @@ def train(mode, step_s, folder, options):
 
 def calibrated(step, step_s):
     """The number of batches for a step of this length."""
-    step(1)
-    began = time.monotonic()
-    for _ in range(20):
+    times = []
+    for _ in range(40):
+        began = time.monotonic()
         step(1)
-    return max(1, round(20 * step_s / (time.monotonic() - began)))
+        times.append(time.monotonic() - began)
+    return max(1, round(step_s / sorted(times)[10]))
 
 
 def share(starts):

@@ -89,4 +89,4 @@ def test_a_save_is_late_by_at_most_a_quarter_and_a_thousand_steps_take_few_promi
         while len(ranks.saved[0]) == 1:
             ranks.move(0)
         assert ranks.saved[0][1] <= 1.25 * late + 4
-    assert len(ranks.store) < 50
+        assert len(ranks.store) < 50

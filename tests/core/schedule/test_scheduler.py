@@ -7,6 +7,7 @@ from tests.core.reporting.test_reports import REPORT
 
 from penstock.core.concurrency.timing import CountedClock
 from penstock.core.config.model import Schedule
+from penstock.core.reporting.reports import RestoreReport
 from penstock.core.schedule.scheduler import Scheduler
 
 
@@ -105,6 +106,19 @@ def test_number_of_steps_is_kept():
     training = Training(every=25).run(range(1, 101))
     assert training.saved == [25, 50, 75, 100]
     assert training.reports[-1].interval.why == "every 25 steps as configured"
+
+
+def test_replay_of_the_log_takes_no_longer_than_the_last_restore():
+    training = Training(log_s=0.001, blocked_s=0.05, mtbf_s=1e6)
+    restored = RestoreReport(
+        step=4, restored=(), missing=(), unexpected=(), values={}, matched_by=None,
+        bytes_needed=1, bytes_read=1, bytes_metadata=1, engine="memory", direct_io=False,
+        seconds={"total": 3.0, "replay": 2.0}, replayed_steps=20,
+    )  # fmt: skip
+    training.scheduler.restored(restored)
+    training.run(range(100))
+    assert training.saved[1:] == [30, 60, 90]
+    assert training.reports[-1].interval.why == "the log is replayed in at most 3 s"
 
 
 def test_report_has_no_interval_unless_it_is_asked_whether_a_save_is_due():
