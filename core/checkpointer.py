@@ -460,7 +460,8 @@ class Checkpointer:
         )
         whole = include is None and exclude is None and rename is None
         report = self._restore_logged(state, step, restore, whole=whole)
-        self._scheduler.restored(report)
+        if whole:
+            self._scheduler.restored(report)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
