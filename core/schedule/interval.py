@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import Schedule
 
 _LEAST_SHARE = 0.25
-"""The part of the overhead that saves may always cost, even if the log alone costs all of it."""
+"""The part of the overhead that saves may always cost, even if logs alone cost all of it."""
 
 _LEAST_STEP_S = 1e-9
 
@@ -26,6 +26,7 @@ class Measured:
         step_s: One step of training, without saves and logs.
         blocked_s: What one save costs the training thread, waits at the fence included.
         duration_s: From the call of `save` until the checkpoint is durable.
+        due_s: What asking whether a save is due costs the training thread at each step.
         log_s: What logging one step costs the training thread; None: the run does not log.
         replay_s: Replaying one logged step; None: not known.
         restore_s: Restoring a checkpoint; None: not known.
@@ -34,6 +35,7 @@ class Measured:
     step_s: float
     blocked_s: float
     duration_s: float
+    due_s: float = 0.0
     log_s: float | None = None
     replay_s: float | None = None
     restore_s: float | None = None
@@ -53,7 +55,7 @@ def interval_of(measured: Measured, schedule: Schedule) -> SaveInterval:
         steps, why = schedule.every, f"every {counted(schedule.every, 'step')} as configured"
     else:
         steps, why = _chosen(measured, schedule, step_s)
-    cost_s = measured.blocked_s / steps + (measured.log_s or 0.0)
+    cost_s = measured.blocked_s / steps + measured.due_s + (measured.log_s or 0.0)
     lost = 1.0 if measured.log_s is not None else steps / 2 + measured.duration_s / step_s
     return SaveInterval(
         steps=steps,
@@ -67,7 +69,8 @@ def interval_of(measured: Measured, schedule: Schedule) -> SaveInterval:
 
 def _chosen(measured: Measured, schedule: Schedule, step_s: float) -> tuple[int, str]:
     log_share = (measured.log_s or 0.0) / step_s
-    share = max(schedule.overhead - log_share, schedule.overhead * _LEAST_SHARE)
+    left = schedule.overhead - log_share - measured.due_s / step_s
+    share = max(left, schedule.overhead * _LEAST_SHARE)
     steps, why = _steps(measured.blocked_s / (share * step_s)), _overhead(schedule, log_share)
     if (least := _steps(measured.duration_s / step_s)) > steps:
         steps, why = least, f"the last save took {duration_text(measured.duration_s)}"

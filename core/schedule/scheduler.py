@@ -45,6 +45,7 @@ class Scheduler:
         self._saves_s = 0.0  # in saves and at their fences
         self._waited_s = fence.waited_s()
         self._step_s: deque[float] = deque(maxlen=_STEPS)
+        self._due_s: deque[float] = deque(maxlen=_STEPS)
         self._log_s: deque[float] = deque(maxlen=_STEPS)
         self._chosen = self._choose_at = 0  # the step of the next save; when to choose again
         self._duration_s = 0.0
@@ -77,6 +78,7 @@ class Scheduler:
             due = step % self._schedule.every == 0
         else:
             due = self._agreed(step, self._group, is_over)
+        self._due_s.append(self._clock.monotonic_s() - self._called_s)
         if due:
             self._save_began_s = self._saves_s
         self._answer = step, due
@@ -184,6 +186,7 @@ class Scheduler:
             step_s=_median(self._step_s),
             blocked_s=blocked_s,
             duration_s=self._duration_s,
+            due_s=_median(self._due_s),
             log_s=_median(self._log_s) if self._log_s else None,
             replay_s=self._replay_s,
             restore_s=self._restore_s,

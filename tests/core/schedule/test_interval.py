@@ -15,6 +15,7 @@ measured_times = st.builds(
     step_s=seconds,
     blocked_s=seconds,
     duration_s=seconds,
+    due_s=st.floats(0.0, 1e-3),
     log_s=st.none() | seconds,
     replay_s=st.none() | seconds,
     restore_s=st.none() | seconds,
@@ -34,7 +35,7 @@ def times(**more):
 @given(measured_times, schedules)
 def test_saves_never_cost_more_than_the_overhead_nor_overlap(measured, schedule):
     chosen = interval_of(measured, schedule)
-    logs = (measured.log_s or 0.0) / measured.step_s
+    logs = (measured.due_s + (measured.log_s or 0.0)) / measured.step_s
     least = max(schedule.overhead - logs, schedule.overhead / 4)
     assert chosen.overhead <= (logs + least) * (1 + 1e-9)
     assert chosen.steps * measured.step_s >= measured.duration_s * (1 - 1e-9)
@@ -46,7 +47,7 @@ def test_saves_never_cost_more_than_the_overhead_nor_overlap(measured, schedule)
 def test_without_failures_to_expect_the_interval_is_the_shortest_allowed(measured, schedule):
     schedule = Schedule(overhead=schedule.overhead)
     steps = interval_of(measured, schedule).steps
-    logs = (measured.log_s or 0.0) / measured.step_s
+    logs = (measured.due_s + (measured.log_s or 0.0)) / measured.step_s
     least = max(schedule.overhead - logs, schedule.overhead / 4)
     shorter = steps - 1
     assert (

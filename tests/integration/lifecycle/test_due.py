@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.integration.support import checkpointer, memory
 
-from penstock import ConfigError, SaverClosedError
+from penstock import ConfigError, Rng, SaverClosedError
 from penstock.core.abc.delegating import DelegatingBackend
 
 
@@ -62,7 +62,7 @@ def test_report_has_no_interval_without_due():
 def test_run_that_logs_loses_at_most_one_step(tmp_path):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tree = {"model": model, "optimizer": optimizer}
+    tree = {"model": model, "optimizer": optimizer, "rng": Rng()}
     reports = []
     with checkpointer(tmp_path, schedule={"every": 20}) as ckpt:
         for step in range(60):
