@@ -59,7 +59,7 @@ _MOST_REPORTED = 16
 
 @dataclass(frozen=True, slots=True)
 class _RestoreTurn:
-    """The turn of this rank in a restore round of all ranks.
+    """A restore round that this rank takes part in.
 
     Attributes:
         group: The ranks.
@@ -91,12 +91,12 @@ class Reader:
         Args:
             backend: The backend of the run. Frames are read from the backend that it wraps: the
                 loader has its own watchdog.
-            config: Says whether pickles may be loaded, and how long a store may be stuck.
+            config: The configuration of the run.
             registry: Finds providers and codecs.
-            workers: The threads that verify and place.
-            events: Get an event for each restore, load and verification.
-            drains: Copies between the tiers of the backend; None if it is one place.
-            ranks: Returns the ranks that restore and load together; None if this process is alone.
+            workers: The threads that verify and place data.
+            events: Receives an event for each restore, load and verification.
+            drains: Copies between the backend's tiers; None without tiers.
+            ranks: Returns the ranks that restore and load together, or None for a single process.
         """
         self._config = config
         self._registry = registry
@@ -136,7 +136,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
         called: float | None = None,
     ) -> RestoreReport:
-        """See `Checkpointer.restore`; `called` is its time on the monotonic clock, default now."""
+        """See `Checkpointer.restore`; `called` is the monotonic time of the call, default now."""
         round_ = self._begin_round(called)
         with _giving_up(round_):
             # Live objects are about to change, and another run's save may be capturing them.
@@ -182,7 +182,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
         called: float | None = None,
     ) -> Any:
-        """See `Checkpointer.load`; `called` is its time on the monotonic clock, default now."""
+        """See `Checkpointer.load`; `called` is the monotonic time of the call, default now."""
         round_ = self._begin_round(called)
         with _giving_up(round_):
             selection = Selection(include, exclude)
@@ -233,9 +233,9 @@ class Reader:
         )
 
     def _begin_round(self, called: float | None) -> _RestoreTurn | None:
-        """Return the turn of this rank in a restore round of all ranks; None if it is alone.
+        """Return the next restore round of all ranks; None for a single process.
 
-        Called before anything can fail: the number must be the same on all ranks.
+        Called before anything can fail, so that all ranks count the same rounds.
         """
         group = self._ranks()
         return None if group is None else _RestoreTurn(group, group.next_number(), called)
@@ -250,7 +250,7 @@ class Reader:
         round_: _RestoreTurn | None,
         templates: TemplatesOfRanks | None = None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        """Read a step, or with fallback the newest whole one, and emit events about the attempts.
+        """Read a step, or with fallback the newest whole step, and emit events for each attempt.
 
         Args:
             verb: `restore` or `load`.
@@ -258,7 +258,7 @@ class Reader:
             on_damage: As for the caller.
             attempt: Reads an open checkpoint.
             on_progress: As for the caller.
-            round_: The turn of this rank in a round of several; None if this process is alone.
+            round_: The round of all ranks; None for a single process.
             templates: The templates of the ranks, for a restore of several ranks.
 
         Returns:
@@ -321,7 +321,7 @@ class Reader:
         *,
         templates: TemplatesOfRanks | None,
     ) -> RestoreTogether[tuple[T, _Rescued]]:
-        """Return the part of this rank in a restore or load of all ranks."""
+        """Return this rank's side of a restore or load of all ranks."""
         return RestoreTogether(
             group,
             verb=verb,
@@ -405,7 +405,7 @@ class Reader:
 
 @contextmanager
 def _giving_up(round_: _RestoreTurn | None) -> Iterator[None]:
-    """Report an error in the block to the other ranks: it comes before this rank takes part."""
+    """Report an error in the block to the other ranks, which wait for this rank to join."""
     try:
         yield
     except BaseException as error:
@@ -425,4 +425,4 @@ def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:
 
 
 def _nothing(_uids: Collection[str]) -> None:
-    """Do nothing: without tiers no copy has to be withdrawn before a deletion."""
+    """Do nothing, since without tiers a deletion has no copies to withdraw."""

@@ -28,7 +28,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def seconds_of(text: str) -> float:
-    """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return its seconds.
+    """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return it in seconds.
 
     Raises:
         ValueError: `text` is not such a time.

@@ -1,4 +1,4 @@
-"""Bytes of a segment of a log: entries one after the other, each a checkpoint of one step. Sans-IO.
+"""Encodes and decodes a log segment: a sequence of entries, each a checkpoint. Sans-IO.
 
 Tested in `tests/core/format/test_segment.py`.
 """
@@ -43,7 +43,7 @@ class EntryHeader:
         directory_bytes: The bytes of the payload that name its files.
         payload_bytes: All bytes of the payload.
         payload_digest: xxh3-128 of the payload.
-        previous: The digest of the header before; zeros after the base itself.
+        previous: The digest of the previous header; zeros right after the base.
         digest: xxh3-128 of this header.
     """
 
@@ -59,12 +59,12 @@ class EntryHeader:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes from this header to the next: each begins on a page."""
+        """The bytes from this header to the next. Headers begin on pages."""
         return align_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
 
 
 FIRST = bytes(_DIGEST_BYTES)
-"""What the first entry after a base has as `previous`."""
+"""`previous` of the first entry after a base."""
 
 
 def encode_entry(
@@ -74,11 +74,11 @@ def encode_entry(
 
     Args:
         files: The files of the entry's checkpoint by name.
-        base: See `EntryHeader`, as for the rest.
-        rank: As above.
-        world_size: As above.
-        step: As above.
-        previous: As above.
+        base: See `EntryHeader`.
+        rank: See `EntryHeader`.
+        world_size: See `EntryHeader`.
+        step: See `EntryHeader`.
+        previous: See `EntryHeader`.
     """
     directory = dump_json([[name, len(data)] for name, data in files.items()])
     digest = xxhash.xxh3_128(directory)
@@ -98,7 +98,7 @@ def encode_entry(
 
 
 def decode_header(data: bytes, name: str) -> EntryHeader | None:
-    """Decode a header; None: the log ends here, cleanly or by a torn write.
+    """Decode a header; None if the log ends here, cleanly or by a torn write.
 
     Args:
         data: `HEADER_BYTES` of a segment, or fewer at its end.
@@ -155,11 +155,11 @@ def is_whole(pieces: Sequence[bytes | memoryview], header: EntryHeader) -> bool:
 
 
 def segment_name(base: str, rank: int, number: int) -> str:
-    """Return the name of a segment: it is deleted with the data of its base."""
+    """Return the name of a segment, which is deleted with the data of its base."""
     assert is_uid(base)
     return f"{log_prefix(base, rank)}{number:08}.log"
 
 
 def log_prefix(base: str, rank: int | None = None) -> str:
-    """Return the beginning of the names of a rank's segments, or of all ranks."""
+    """Return the name prefix of the segments of a rank, or of all ranks."""
     return f"data/{base}/log/" + ("" if rank is None else f"{rank:05}-")

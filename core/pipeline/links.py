@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
-    """Return `context` for `codec`: with the version of its frame, and a base if it needs one.
+    """Return `context` for `codec`: with its frame's version, and a base only if it needs one.
 
-    Other codecs get no base. If the codec that needs it declines, the next one must not get it: no
-    reader would know that the frame needs a base.
+    If the codec that needs the base declines, the next codec must not get the base, since no reader
+    would know that the frame needs it.
     """
     base = context.base if codec.needs_base else None
     return replace(context, version=version, base=base)
 
 
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
-    """Return the facts about the output of `codec`, for the codec after it.
+    """Return the facts about the output of `codec`, for the next codec.
 
     Writers and readers get the same facts, since they depend on options and lengths alone.
 
@@ -72,7 +72,7 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Turn an error of `codec` into a CodecError, unless it is ours or of `passing`."""
+    """Turn an error of `codec` into a CodecError, except PenstockError and `passing`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield

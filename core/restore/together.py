@@ -73,20 +73,20 @@ _LAST = frozenset(
 class RestoreTogether(Generic[T]):
     """One rank's side of a restore, or a load, by all ranks.
 
-    Rank 0 chooses the checkpoint, and each rank plans and reads separately. If damage may lead to
-    an older checkpoint, all ranks continue with that one together.
+    Rank 0 chooses the checkpoint, and each rank plans and reads separately. With `fallback`, damage
+    makes all ranks continue together with an older checkpoint.
 
     Attributes:
         group: The ranks.
         verb: `restore` or `load`.
         step: The step that this rank was called for; must be equal on all ranks.
-        fallback: Whether damage leads to the next older checkpoint; must be equal, too.
+        fallback: Whether damage leads to the next older checkpoint; must be equal on all ranks.
         candidates: Returns the checkpoints to try; called on rank 0.
         follow: Opens the checkpoint that rank 0 chose, by step and uid; called on the others.
         attempt: Restores an open checkpoint on this rank.
         templates: The templates of all ranks, for `attempt`; None: there are none.
-        tell: Returns what rank 0 learns about the result of `attempt`, at most some KiB.
-        sharing: What the ranks read once and share; rank 0's counts.
+        tell: Returns a report to rank 0 on the result of `attempt`, at most some KiB.
+        sharing: Which reads the ranks share; rank 0's value counts.
         network: The network between hosts, as in `JobReading`.
         told: On rank 0, after `run`: the posts of the others, by rank.
     """
@@ -175,7 +175,7 @@ class RestoreTogether(Generic[T]):
         return report
 
     def _run_round(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
-        """Take the steps of one round; return None if all continue with an older checkpoint."""
+        """Run the steps of one round; return None if all continue with an older checkpoint."""
         round_ = session.round
         results: list[T] = []
         if self._error is not None:  # from the last round, which ended by damage elsewhere
@@ -233,7 +233,7 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
-            # Rank 0's value: ranks that disagree would wait for each other in vain.
+            # Rank 0's value: ranks that disagree would wait for each other forever.
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
@@ -271,7 +271,7 @@ class RestoreTogether(Generic[T]):
         *,
         restored: bool,
     ) -> PenstockError:
-        """Return the error of a rank that is not its cause."""
+        """Return this rank's error for a failure that another rank caused."""
         round_ = session.round
         verb = self.verb
         if step is Step.REPORT_STOPPED:

@@ -1,8 +1,8 @@
 """Holds back every optimizer step while a capture is pending.
 
-torch has one global pre-step hook per process: it fires through wrappers, for optimizers outside
-the tree, and for those that step inside backward. It is installed once and stays: removing it from
-another thread would change the dict that torch iterates over.
+torch has one registry of pre-step hooks per process. Its hooks fire for wrapped optimizers, for
+those outside the tree, and for those that step inside backward. Our hook stays installed: removal
+from another thread would change the dict that torch iterates over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arm(job: SaveJob, timeout_s: float) -> None:
             from torch._compile import (  # noqa: PLC0415 - torch is loaded only to save
                 _disable_dynamo,
             )
-            from torch.optim.optimizer import (  # noqa: PLC0415 - as above
+            from torch.optim.optimizer import (  # noqa: PLC0415 - torch is loaded only to save
                 register_optimizer_step_pre_hook,
             )
 
@@ -81,10 +81,10 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the storage addresses that a step changes: of parameters, then of their state.
+    """Yield the storage addresses that a step changes: first of parameters, then of their state.
 
-    Yields 0 for a parameter without its own memory. The state may be deferred although no
-    parameter is: parameters in shared memory, or changed by a forward pass, never are.
+    Yields 0 for a parameter without its own memory. State may be deferred where no parameter is:
+    parameters in shared memory, or changed by a forward pass, are never deferred.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
