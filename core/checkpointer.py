@@ -35,6 +35,7 @@ from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.saver import Saver
+from penstock.core.schedule.scheduler import Scheduler
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
@@ -152,6 +153,7 @@ class Checkpointer:
             has_log=partial(has_log, store),
         )
         self._catalog = self._reader.catalog
+        self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
             self._backend,
             self._catalog,
@@ -162,6 +164,7 @@ class Checkpointer:
             tiers=self._drains,
             earlier=EarlierReader(registry),
             ranks=self._ranks,
+            on_report=self._scheduler.reported,
         )
         self._log = RunLog(
             store, self._reader,
@@ -247,19 +250,41 @@ class Checkpointer:
         """
         called = time.monotonic()
         self._check_may_save()
-        handle = self._saver.save(
-            state,
-            step,
-            mode=mode,
-            metadata=metadata,
-            overwrite=overwrite,
-            on_progress=on_progress,
-            called=called,
-        )
-        job = self._saver.job
-        if job is not None and job.handle is handle:
-            self._log.begin_after_save(job, state)
+        with self._scheduler.measuring():
+            handle = self._saver.save(
+                state,
+                step,
+                mode=mode,
+                metadata=metadata,
+                overwrite=overwrite,
+                on_progress=on_progress,
+                called=called,
+            )
+            job = self._saver.job
+            if job is not None and job.handle is handle:
+                self._log.begin_after_save(job, state)
         return handle
+
+    def due(self, step: int) -> bool:
+        """Return whether to save now: `if ckpt.due(step): ckpt.save(state, step)`.
+
+        Call it once per step, on all ranks. The option `schedule` sets the interval. With
+        `every="auto"` the first call returns True; then rank 0 decides by the time of a step and
+        of the newest save. All ranks save at the same steps, without collectives. A rank that is
+        ahead of rank 0 may wait for its decision.
+
+        Args:
+            step: The step, ascending.
+
+        Raises:
+            RankError: Rank 0 has not reached this step for `rank_timeout_s`.
+            CoordinationError: The store of the job cannot be reached.
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        self._check_may_save()
+        return self._scheduler.is_due(
+            valid_step(step), self._ranks.of_save, self._saver.pending.is_over
+        )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """Log the optimizer steps on `state` since the last call of `save` or `log`.
@@ -285,7 +310,8 @@ class Checkpointer:
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
         """
         self._check_may_save()
-        return self._log.log(state, step)
+        with self._scheduler.measuring(log=True):
+            return self._log.log(state, step)
 
     def check(
         self,
@@ -345,7 +371,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.fence(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.fence(timeout)
         self._saver.pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -357,7 +384,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.wait(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.wait(timeout)
         self._saver.pending.raise_unseen()
 
     def restore(  # noqa: PLR0913 - options, each by name
@@ -429,6 +457,8 @@ class Checkpointer:
 
         selection = partial(Selection, include, exclude) if rename is None else None
         report = self._log.restore(state, step, restore, selection=selection)
+        if include is None and exclude is None and rename is None:
+            self._scheduler.restored(report)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report

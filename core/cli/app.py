@@ -67,6 +67,7 @@ TASKS = {
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
+        "advise": ("commands.advise", "Compute how often a run should save."),
         "tune": ("commands.bench", "Write the configuration that is best here."),
         "schema": ("commands.plugins", "Print the schema of configurations."),
     },

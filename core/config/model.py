@@ -64,6 +64,7 @@ __all__ = [
     "Prefer",
     "Retention",
     "Rule",
+    "Schedule",
     "json_schema",
     "load_config",
     "parse_size",
@@ -273,6 +274,33 @@ class Retention(_Model):
         return self
 
 
+def _every_form(value: object) -> str:
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+class Schedule(_Model):
+    """When `Checkpointer.due` says that a save is due.
+
+    Attributes:
+        every: The steps from one save to the next. `"auto"`: chosen by what the run measures.
+        overhead: The largest share of the training time that saves, and logs if the run logs, may
+            cost the training thread.
+        mtbf_s: The mean time between failures of the job, in seconds. With it the interval is
+            Young's, if the overhead allows it; else the shortest that the overhead allows.
+        max_replay_s: Seconds that the replay of a [log](logs.md) may take, if the overhead allows
+            it. By default as long as the last restore of this process.
+    """
+
+    every: Annotated[
+        Annotated[Literal["auto"], Tag("<auto>")]
+        | Annotated[int, Field(ge=1, strict=True), Tag("<number>")],
+        Discriminator(_every_form),
+    ] = "auto"
+    overhead: float = Field(default=0.01, gt=0, le=1)
+    mtbf_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_replay_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class Deltas(_Model):
     """How checkpoints that the codec `delta` encodes depend on earlier checkpoints.
 
@@ -331,6 +359,7 @@ class CheckpointerConfig(_Model):
         rules: The codecs for objects, by path. The first matching rule wins; objects without a
             matching rule stay raw.
         retention: Which checkpoints to keep. By default all are kept.
+        schedule: When `due` says that a save is due.
         deltas: How checkpoints depend on earlier checkpoints. Has no effect, and logs a warning,
             without a rule whose codecs begin with `delta`.
         staging_bytes: Maximum memory of this rank for captured state, at least two chunks. A larger
@@ -385,6 +414,7 @@ class CheckpointerConfig(_Model):
         tuple[Rule, ...], BeforeValidator(_list_of_rules), BeforeValidator(_empty_if_none)
     ] = ()
     retention: Retention | None = None
+    schedule: Schedule = Field(default_factory=Schedule)
     deltas: Deltas = Field(default_factory=Deltas)
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
@@ -418,6 +448,7 @@ class CheckpointerOptions(TypedDict, total=False):
 
     rules: Sequence[Rule | Mapping[str, Any]] | None
     retention: Retention | Mapping[str, int | float | str] | None
+    schedule: Schedule | Mapping[str, int | float | str | None]
     deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode

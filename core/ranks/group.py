@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
-from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.errors import ConfigError, CoordinationError, RankError
 from penstock.core.limits import MAX_INT
 from penstock.core.plan.writers import WRITER_BYTES
 from penstock.core.ranks.durability import FollowedDrains, ToldDrains
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Coordination
     from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.errors import RankError
     from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
@@ -284,6 +283,35 @@ class RankGroup:
         """
         data = self.coordination.read([go_key(number)])[0]
         return None if data is None else decode(GoPost, data)
+
+    def post(self, key: str, value: bytes) -> None:
+        """Post a value of rank 0 for all ranks, on a separate thread; each key only once."""
+        self._send(lambda: self.coordination.post(key, value))
+
+    def wait_for_rank_0(self, key: str, what: str) -> bytes:
+        """Return the value that rank 0 posts under `key`; wait for it.
+
+        Args:
+            key: The key.
+            what: What rank 0 decides, for the message.
+
+        Raises:
+            RankError: Rank 0 has not posted it within `timeout_s`.
+            CoordinationError: The store of the job cannot be reached.
+        """
+        value = self.coordination.read([key])[0]
+        if value is None and self.coordination.wait(key, self.timeout_s):
+            value = self.coordination.read([key])[0]
+        if value is None:
+            cause = f"has not decided {what} for {self.timeout_s:g} s"
+            msg = f"rank 0 {cause}: it made no progress, or its loop differs from this rank's"
+            raise RankError(msg, 0, cause=cause)
+        return value
+
+    def need_store(self) -> None:
+        """Keep rank 0 from closing the store of the job before this rank closes."""
+        if self.place.rank:
+            self._parting.need(0)
 
     def ended(self, number: int) -> None:
         """Record that this rank knows how a round ended, and no longer needs the store for it.

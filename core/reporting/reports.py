@@ -87,6 +87,29 @@ class SaveTotals:
     bytes_twice: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SaveInterval:
+    """How often `Checkpointer.due` returns True, and what that costs.
+
+    Attributes:
+        steps: The steps from one save to the next.
+        seconds: The same in seconds of training.
+        why: The reason for this interval, in words.
+        overhead: The share of the training time that saves, and logs if the run logs, cost the
+            training thread.
+        lost_steps: The steps that a crash loses on average: half an interval, and those that are
+            trained until a save is durable. With a log: one, the most.
+        lost_seconds: The same in seconds of training.
+    """
+
+    steps: int
+    seconds: float
+    why: str
+    overhead: float
+    lost_steps: float
+    lost_seconds: float
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(HtmlTable):
     """The report of a durable save.
@@ -116,6 +139,8 @@ class SaveReport(HtmlTable):
         ranks: The number of ranks that saved it together. The figures above count only this rank's
             work.
         total: The sum over all ranks.
+        interval: If the run uses `Checkpointer.due`: when the next save is due, and why. On rank 0,
+            which decides it.
     """
 
     step: int
@@ -135,13 +160,18 @@ class SaveReport(HtmlTable):
     codecs: tuple[CodecChoice, ...] = ()
     ranks: int = 1
     total: SaveTotals = SaveTotals(0, 0, 0)
+    interval: SaveInterval | None = None
 
     def __repr__(self) -> str:
         """Return the main figures in one short line."""
+        following = ""
+        if self.interval is not None:
+            steps = counted(self.interval.steps, "step")
+            following = f"; the next is due after {steps}: {self.interval.why}"
         return (
             f"<SaveReport step={self.step}: {counted(self.objects, 'object')}, "
             f"{size_text(self.bytes_raw)}, {size_text(self.bytes_stored)} stored through "
-            f"{self.engine} in {self.seconds['total']:.3f} s>"
+            f"{self.engine} in {self.seconds['total']:.3f} s{following}>"
         )
 
 
@@ -605,8 +635,10 @@ def _text(name: str, value: Any) -> str:
             text = "yes" if value else "no"
         case int() if "bytes" in name:
             text = size_text(value)
-        case float() if name == "seconds":
+        case float() if name in {"seconds", "lost_seconds"}:
             text = f"{value:.3g} s"
+        case float() if name in {"overhead", "lost_steps"}:
+            text = f"{value:.3g}"
         case tuple():
             # Of thousands of paths, the first ones show whether they are as expected.
             text = f"{len(value)}: {listed([_entry(name, one) for one in value])}"

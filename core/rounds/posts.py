@@ -152,8 +152,21 @@ class DrainedPost:
     error: str = ""
 
 
-Record: TypeAlias = SlotPost | GoPost | Verdict | ResultPost | DrainsPost | DrainedPost
-R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost)
+@dataclass(frozen=True, slots=True)
+class DuePost:
+    """Rank 0's promise on the next save.
+
+    Attributes:
+        step: No save is due before this step.
+        due: Whether one is due at this step; if not, another post follows.
+    """
+
+    step: int
+    due: bool
+
+
+Record: TypeAlias = SlotPost | GoPost | Verdict | ResultPost | DrainsPost | DrainedPost | DuePost
+R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost, DuePost)
 
 
 def slot_key(rank: int) -> str:
@@ -184,6 +197,11 @@ def drains_key() -> str:
 def drained_key(number: int) -> str:
     """Return the key of the outcome of copying a round's checkpoint."""
     return f"rounds/{number}/drained"
+
+
+def due_key(number: int, post: int) -> str:
+    """Return the key of rank 0's promise with this number after that many saves were due."""
+    return f"due/{number}/{post}"
 
 
 def values_key(number: int, rank: int, piece: int) -> str:
@@ -250,6 +268,7 @@ _FORMS: Mapping[type[Record], tuple[str, int]] = {
     ResultPost: ("a result", POST_BYTES),
     DrainsPost: ("the state of the copies", POST_BYTES),
     DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
+    DuePost: ("a promise on the next save", POST_BYTES),
 }
 """The name of each record for messages, and its most bytes."""
 

@@ -366,6 +366,7 @@ class SaveJob:
             self.fail(_of_our_tree(error, self.request.step))
             self._finish.clean_up(self._capture_over)
         else:
+            report = surroundings.reported(report)
             self._succeeded(report)
             log.info(
                 "saved step %d: %s in %.2f s (blocked %.3f s)",

@@ -182,6 +182,11 @@ class Pending:
         """Whether the memory of the newest save is free again."""
         return self.job is None or self.job.released.is_open
 
+    def is_over(self) -> bool:
+        """Return whether no save is under way, so that another one need not wait."""
+        job = self.job
+        return job is None or job.released.is_open or job.handle.failed
+
     def unseen_error(self) -> BaseException | None:
         """Return the error of an ended background save once, if the user has not seen it."""
         handle, self._unseen = self._unseen, None

@@ -211,6 +211,10 @@ class SaveSurroundings:
     def before_commit(self, request: SaveRequest, uid: str) -> None:
         """Raise if the save must not commit; called right before its commit record."""
 
+    def reported(self, report: SaveReport) -> SaveReport:
+        """Return the report of a committed save with facts about the run."""
+        return report
+
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up after a committed save; called again once it is durable in slower tiers."""
 

@@ -105,6 +105,7 @@ class Saver(SaveSurroundings):
         tiers: Drains | None,
         earlier: EarlierReader,
         ranks: RanksOfJob,
+        on_report: Callable[[SaveReport], SaveReport] = lambda report: report,
     ) -> None:
         """Make the saver of a run.
 
@@ -119,6 +120,7 @@ class Saver(SaveSurroundings):
             tiers: The tiers of the backend, if any.
             earlier: Reads the checkpoints that saves refer to.
             ranks: Finds the ranks that save together.
+            on_report: Adds facts about the run to the report of a committed save.
         """
         self.pending = Pending(tiers)
         self.memory = KeptStaging(config, workers, self.pending)
@@ -134,6 +136,7 @@ class Saver(SaveSurroundings):
         self._tiers = tiers
         self._earlier = earlier
         self._ranks = ranks
+        self._on_report = on_report
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
         self._known = Known()  # replaced whole: a signal handler may describe meanwhile
@@ -512,6 +515,10 @@ class Saver(SaveSurroundings):
         others = isinstance(error, (LostRaceError, StepExistsError))
         if others and (note := self._ranks.alone_among_several()):
             error.add_note(note)
+
+    def reported(self, report: SaveReport) -> SaveReport:
+        """See `SaveSurroundings`."""
+        return self._on_report(report)
 
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""

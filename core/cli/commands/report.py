@@ -286,10 +286,12 @@ class SaveTimes:
     Attributes:
         blocked_s: The time for which training was blocked.
         total_s: From the call until the checkpoint was durable.
+        step_s: A step of training, if the run used `Checkpointer.due`.
     """
 
     blocked_s: float
     total_s: float
+    step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +352,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
         contents = Checkpoint.open(backend, number).contents
         objects = tuple(describe(one, contents) for one in contents.objects())
         without = [one for one in listed if one.record and one.record.uid not in times]
-        commit_s = _commit_seconds(answering or places_of(backend), without)
+        commit_s = commit_seconds(answering or places_of(backend), without)
         tiers = tuple(tier.name for tier in backend.tiers)
         return RunFacts(
             backend.url, tuple(listed), tiers, silent, number, objects, commit_s, times, unread
@@ -379,13 +381,16 @@ def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
                 if event["kind"] == "durable":
                     seconds = event["seconds"]
                     blocked_s, total_s = float(seconds["blocked"]), float(seconds["total"])
-                    times[event["uid"]] = SaveTimes(blocked_s, total_s)
-            except (ValueError, TypeError, KeyError, RecursionError):
+                    interval = event.get("interval")
+                    step_s = float(interval["seconds"]) / interval["steps"] if interval else None
+                    times[event["uid"]] = SaveTimes(blocked_s, total_s, step_s)
+            except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
                 unread += 1
     return times, unread
 
 
-def _commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
+def commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
+    """Return, by uid, the whole seconds from the start of writing to the commit."""
     found: dict[str, float] = {}
     for record in (one.record for one in listed if one.record is not None):
         for place in places:
