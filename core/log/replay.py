@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.abc import StateObject, Unit
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.errors import DamagedError
 from penstock.core.log.archive import EntryBackend
 from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
 from penstock.core.log.recut import recut
@@ -94,11 +95,11 @@ class LogReplay:
         """
         began = time.monotonic()
         optimizers = optimizers_of(state, self.registry)
-        opened = {rank: self._open(entries) for rank, entries in logs.items()}
-        chosen = None
-        if not selection.everything:
-            chosen = self._chosen(state, optimizers, selection, stored)
         try:
+            opened = {rank: self._open(entries) for rank, entries in logs.items()}
+            chosen = None
+            if not selection.everything:
+                chosen = self._chosen(state, optimizers, selection, stored)
             for logged in self._ahead([*zip(*opened.values(), strict=True)]):
                 for steps in zip(*(tree.get(STEPS, ()) for tree in logged), strict=True):
                     self._take(optimizers, steps, chosen)
@@ -107,6 +108,8 @@ class LogReplay:
                         set_options(optimizers[path], options)
                 moved()
             self._restore_rest(state, opened[rest_of], selection)
+        except DamagedError as error:  # the checksums of an entry were right, its records are not
+            raise NotLoggedError(str(error)) from error
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")
             raise

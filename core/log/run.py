@@ -18,6 +18,8 @@ from penstock.core.errors import (
     DamagedError,
     PenstockError,
     RestoreError,
+    RestoreMismatchError,
+    SelectionError,
 )
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.recorder import Recorder
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
+
+# Errors of a restore that has not changed the state.
+_UNCHANGED = CheckpointNotFoundError, ConfigError, RestoreMismatchError, SelectionError
 
 
 class RunLog:
@@ -135,6 +140,21 @@ class RunLog:
         if not self.may_log():
             return restore(step)
         self.recorder.flush()
+        try:
+            return self._restore(state, step, restore, selection)
+        except _UNCHANGED:
+            raise
+        except BaseException:  # Ctrl-C, too
+            self.recorder.pause("a restore failed: restore again")
+            raise
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str,
+        restore: Callable[[int | str], RestoreReport],
+        selection: Callable[[], Selection] | None,
+    ) -> RestoreReport:
         self._continues = True
         report, until = self._restore_base(step, restore)
         selected = None if selection is None else selection()
@@ -233,10 +253,11 @@ class RunLog:
                 rank: _up_to(entries, last, base=report.step, asked=until)
                 for rank, entries in logs.items()
             }
-            if chosen[rest_of]:
-                seconds = self._replay.replay(
-                    state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved
-                )
+            if not chosen[rest_of]:
+                return ()
+            seconds = self._replay.replay(
+                state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved
+            )
             return chosen[rest_of]
 
         sessions = []
@@ -273,10 +294,13 @@ class RunLog:
             first = head.entries[0]
             logged = first.header.world_size
             near = rank if rank < logged else 0
-            same = self._replay.is_cut_as(state, first)
+            alone = logged == world_size == 1
+            same = None if alone else self._replay.is_cut_as(state, first)
             needed = [near] if same is None or (same and logged == world_size) else range(logged)
             logs = [StoredLog(self._backend, uid, number) for number in needed]
             whole = [log.whole(up_to=until) for log in logs]
+        except DamagedError as error:
+            return NotLoggedError(str(error)), rank
         except PenstockError as error:
             return error, rank
         self._continues = logged == world_size and [*needed] == [rank]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.core.errors import CoordinationError, DamagedError, PenstockError, RankError
+from penstock.core.errors import CoordinationError, PenstockError, RankError
 from penstock.core.log.segments import Session, common_sessions
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.ranks.group import cause_of
@@ -98,7 +98,7 @@ def _follow(
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, (NotLoggedError, DamagedError)):
+    if isinstance(error, NotLoggedError):
         return _NOT_EXACT + " ".join(str(error).split())
     return cause_of(error)
 
