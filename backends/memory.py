@@ -102,7 +102,7 @@ class MemoryBackend(Backend):
             if request.offset < 0 or stop > len(data):
                 msg = (
                     f"cannot read bytes {request.offset} to {stop} of {request.name} on "
-                    f"{self.url}: it has {len(data)}"
+                    f"{self.url}: it ends at {len(data)}"
                 )
                 raise BlobTruncatedError(msg)
             copy_bytes(target, memoryview(data)[request.offset : stop])

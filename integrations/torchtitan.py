@@ -94,7 +94,9 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
             self._state[DATALOADER] = PerRank(parts["dataloader"])
         unknown = {*config.exclude_from_loading} - {DATALOADER, *self._state}
         if unknown:
-            msg = f"exclude_from_loading has {sorted(unknown)}; the state has {[*self._state]}"
+            msg = (
+                f"exclude_from_loading names {sorted(unknown)}, but the state has {[*self._state]}"
+            )
             raise ValueError(msg)
         kept = {"keep_last": config.keep_latest_k} if config.keep_latest_k else {}
         options: dict[str, Any] = {"mode": config.mode, "retention": kept, **config.options}

@@ -92,7 +92,7 @@ class RngProvider(StateProvider):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """Plan a dict of the states by name, on the CPU, as generators require."""
+        """Plan a dict that maps names to states, on the CPU, as generators require."""
         del device
         return rebuild_dict(stored.path, device=None, context=context)
 

@@ -285,7 +285,7 @@ class PowerCut(Backend):
             if request.offset < 0 or stop > len(data):
                 msg = (
                     f"cannot read bytes {request.offset} to {stop} of {request.name} on "
-                    f"{self.url}: it has {len(data)}"
+                    f"{self.url}: it ends at {len(data)}"
                 )
                 raise BlobTruncatedError(msg)
             target[:] = memoryview(data)[request.offset : stop]
@@ -368,7 +368,7 @@ class _Writer(BlobWriter):
 
     def _check_open(self, what: str) -> None:
         if not self._open:
-            msg = f"cannot {what} {self._name}: it is sealed or aborted already"
+            msg = f"cannot {what} {self._name}: it is already sealed or aborted"
             raise StorageError(msg)
 
 

@@ -246,13 +246,15 @@ class FileStore(Store):
             return self._fs.open(path, mode, block_size=self.config.part_bytes)
 
     def rewrite(self, name: str, length: int) -> None:
-        """Cut a stored blob by rewriting it.
+        """Truncate a stored blob by rewriting it.
 
         Raises:
             StorageError: The blob is too long to rewrite in memory.
         """
         if length > self.config.part_bytes:
-            msg = f"{place('seal', name, self.url)}: it can no longer be cut to {length} bytes"
+            msg = (
+                f"{place('seal', name, self.url)}: it can no longer be truncated to {length} bytes"
+            )
             raise StorageError(msg)
         path = self.path(name)
         with self.explained("seal", name):

@@ -304,7 +304,7 @@ class LocalBackend(Backend):
         if offset < 0 or offset + length > size:
             msg = (
                 f"cannot read bytes {offset} to {offset + length} of {blob.name} under "
-                f"{self._names.root}: it has {size}"
+                f"{self._names.root}: it ends at {size}"
             )
             raise BlobTruncatedError(msg)
 

@@ -91,11 +91,11 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     """Return the striping of one blob.
 
     * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one stripe.
-    * Writers in full rounds, with one writer on every OST, have one stripe each. The remaining
-      writers have the fewest stripes that balance the OSTs within `SLACK`.
-    * If there are fewer writers than OSTs, each writer has its own OSTs, with at most as many
-      stripes as requests in flight, if that balances the OSTs within `SEPARATE_SLACK`. Otherwise
-      writers share OSTs, with the fewest stripes that balance them, and start evenly spaced.
+    * In full rounds of one writer for each OST, each writer has one stripe. The remaining writers
+      have the fewest stripes that balance the OSTs within `SLACK`.
+    * If there are fewer writers than OSTs, each writer has its own OSTs and at most one stripe for
+      each request in flight, if that balances the OSTs within `SEPARATE_SLACK`. Otherwise writers
+      share OSTs, with the fewest stripes that balance them, and start evenly spaced.
     * Half of a writer's bytes in flight cover its share of the OSTs. So stripes are short for few
       writers. They are long if each writer uses one OST at a time, since an OST idles while it
       switches objects.

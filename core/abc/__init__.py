@@ -1,8 +1,8 @@
 """The contracts of `StateProvider`, `Codec`, `Backend` and `Replayer`, and their records.
 
-Here: the guarantees between plugins and core, with slow but correct defaults. `Coordination` is
-the contract through which ranks agree; users pass an instance, and no registry finds it. Not here:
-any code that calls a plugin. Each plugin contract has an API version; the registry refuses a class
+Covers the guarantees between plugins and core, with slow but correct defaults. `Coordination` is
+the contract through which ranks agree; users pass an instance, and no registry finds it. Code that
+calls a plugin is elsewhere. Each plugin contract has an API version; the registry refuses a class
 with another version. Conformance suites ship in `penstock.testing`. Everything may import this
 package.
 """

@@ -488,7 +488,7 @@ class StateProvider(ABC):
         return None
 
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
-        """Return `(device, storage)` of memory that forward may change; never captured later."""
+        """Return `(device, storage)` of memory that forward may change, so it is never deferred."""
         del value
         return ()
 

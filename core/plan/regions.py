@@ -126,7 +126,7 @@ class _Search:
         self._checks_left = min(_MAX_CHECKS, _CHECKS_FOR_EACH * (sum(size) + 1))
 
     def flaw(self) -> str | None:
-        """Return a clause on why non-empty regions do not all belong to copies, or None."""
+        """Return why non-empty regions do not form whole copies, as a clause; None if they do."""
         copied = set(self.copy_with(None, ()) or ())
         if not copied:
             hole = self._free(np.arange(len(self._regions)), (0,) * len(self._shape))

@@ -307,7 +307,7 @@ def _report(
     *,
     times: tuple[float, float, float],
 ) -> RestoreReport:
-    """Return the report on built objects; a restore into a template adds the differences."""
+    """Return the report of a restore, without the fields that compare with a template."""
     began, planned, read = times
     now = time.monotonic()
     return RestoreReport(

@@ -68,7 +68,7 @@ class TimeLimitedBackend(DelegatingBackend):
 
         Raises:
             StorageTimeoutError: The store did not answer for `limit_s`. It may still execute the
-                call, and the buffers of a `read` still belong to it.
+                call and write to the buffers of a `read`.
         """
         if operation in _UNLIMITED:
             return call()

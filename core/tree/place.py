@@ -393,8 +393,8 @@ class Placing(Rebuilding):
                 live.load_state_dict(chosen)
             except Exception as error:
                 msg = (
-                    f"{show_path(path)}: load_state_dict failed on what on_change returned: "
-                    f"{type(error).__name__}: {error}. The object is undefined now."
+                    f"{show_path(path)}: load_state_dict failed on the result of on_change: "
+                    f"{type(error).__name__}: {error}. The object's state is undefined."
                 )
                 raise RestoreError(msg) from error
             return value

@@ -38,7 +38,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             if type(inner) is not dict:
                 break
         if type(inner) is not dict or path[-1] in inner:
-            msg = f"{folder} has {name!r} where another object is"
+            msg = f"{folder}: {name!r} conflicts with another object"
             raise FormatError(msg, [name])
         if isinstance(entry, StoredTensor):
             inner[path[-1]] = Streamed(entry.dtype, entry.shape, ChunkReader(entry).read)

@@ -181,7 +181,7 @@ class _Reader:
         return tuple(map(int, sizes))
 
     def _even_ranges(self, numel: int, at: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Return the size of a rank's part in ZeRO-3 and the ranges; the last part is padded."""
+        """Return the padded size of a ZeRO-3 part, and the range of elements on each rank."""
         count = len(self._states)
         size = -(-numel // count)
         return size, tuple((at, max(0, min(size, numel - n * size))) for n in range(count))
@@ -348,6 +348,6 @@ def _load(path: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals(_STAND_INS):
         content = load_safely(path, str(path), mmap=True)
     if not isinstance(content, dict):
-        msg = f"{path} holds a {type(content).__name__}, not a dict: it is not a file of DeepSpeed"
+        msg = f"{path} holds a {type(content).__name__}, not a dict: it is not a DeepSpeed file"
         raise FormatError(msg, [str(path)])
     return content

@@ -249,7 +249,7 @@ class ModulePlacer:
             self._makers[name] = placed.finish
 
     def _place_unloaded(self, item: object, path: ObjectPath, *, live: bool) -> None:
-        """Plan the in-place restore of an object that no module code loads, or report a problem."""
+        """Plan the in-place restore of an object that no module loads, or report a problem."""
         what = "made by a state-dict hook and is not part of the module"
         if live:
             placed = self._context.place(item, path)

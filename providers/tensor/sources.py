@@ -170,7 +170,7 @@ class _StorageBytes:
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
         self._storage = tensor.untyped_storage()  # the tensor itself may get another storage
         if tensor.storage_offset() * tensor.dtype.itemsize + nbytes > self._storage.nbytes():
-            msg = "the storage of a tensor was freed or shrunk while its memory was asked for"
+            msg = "a tensor's storage was freed or shrunk while its memory was requested"
             raise RuntimeError(msg)
         self.__array_interface__: dict[str, Any] = {
             "version": 3,

@@ -164,8 +164,8 @@ def _decode_dataclass(items: Any, data: dict[str, Any]) -> Any:
     if values.keys() != set(names):
         stored, here = (show_text(", ".join(some) or "none") for some in (values, names))
         msg = (
-            f"the dataclass {show_text(data['class'])} was stored with the fields {stored}, and "
-            f"has {here} here: load with the class as it was, or exclude it"
+            f"the dataclass {show_text(data['class'])} was stored with the fields {stored}, but "
+            f"now has {here}: load it with the old class, or exclude it"
         )
         raise UnsupportedStateError(msg)
     made = object.__new__(kind)

@@ -291,7 +291,7 @@ class S3Store(Store):
         if size.isdigit() and int(size) < span.stop:
             msg = (
                 f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "
-                f"it has {size}"
+                f"it ends at {size}"
             )
             raise BlobTruncatedError(msg)
         expected = f"bytes {span.start}-{span.stop - 1}/"

@@ -106,8 +106,8 @@ def tune(
 ) -> None:
     """Write the best configuration for runs at URL, with the reasons.
 
-    Measures as `penstock bench` does. Sets an option if saves, restores or partial reads were
-    faster with it by more than 5 % and by more than the rounds differ, and none was slower by 5 %.
+    Measures like `penstock bench`. Sets an option if it sped up saves, restores or partial reads
+    by more than 5 % and by more than the rounds differ, and slowed none of them by 5 %.
 
     Examples:
       penstock tune /nvme/new-run --out penstock.toml

@@ -225,7 +225,7 @@ def _check_grouping(url: str, by: str, *, objects: bool) -> None:
     elif objects:
         msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
     elif by == "rule" and not is_configuration(url):
-        msg = "--by rule: a checkpoint stores no rules; give their configuration file as URL"
+        msg = "--by rule: checkpoints do not store rules; pass a configuration file as URL"
     if msg:
         raise typer.BadParameter(msg)
 
