@@ -150,7 +150,7 @@ class Checkpointer:
             events=self._events,
             drains=self._drains,
             ranks=self._ranks.of_restore,
-            has_log=partial(has_log, store),
+            has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
         self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
@@ -167,7 +167,8 @@ class Checkpointer:
             on_report=self._scheduler.reported,
         )
         self._log = RunLog(
-            store, self._reader,
+            TimeLimitedBackend(store, self._workers, config.io_timeout_s, limit_writes=True),
+            self._reader,
             config=config, registry=registry, workers=self._workers, ranks=self._ranks,
         )  # fmt: skip
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
@@ -263,6 +264,8 @@ class Checkpointer:
             job = self._saver.job
             if job is not None and job.handle is handle:
                 self._log.begin_after_save(job, state)
+            elif handle.skipped:
+                self._log.recorder.skipped(state, handle.step)
         return handle
 
     def due(self, step: int) -> bool:
@@ -645,6 +648,7 @@ class Checkpointer:
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
+        self._log.recorder.replaced(number)
         self._events.emit(DeleteEvent("deleted", (number,), "delete"))
 
     def rewind(self, step: int) -> list[int]:
@@ -727,6 +731,8 @@ class Checkpointer:
         if dry_run:
             return compactor.plan(chosen)
         before = compactor.needed_bytes()
+        for record in chosen:
+            self._log.recorder.replaced(record.step)
         reports = tuple(compactor.compact(record, on_progress) for record in chosen)
         return CompactReport(reports, before, compactor.needed_bytes())
 

@@ -12,6 +12,7 @@ from penstock.core.abc import Replayer, Unit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_EXACT = 4  # bytes: fused kernels compute with gradients of this size as they store them
 # Unfused, these compute each element from its own gradient and state.
 _ELEMENTWISE = frozenset(
     {
@@ -36,11 +37,19 @@ class TorchReplayer(Replayer):
         name = type(optimizer).__name__
         if any(group.get("capturable") for group in optimizer.param_groups):
             return f"{name} is capturable: no hook runs when a CUDA graph replays its step"
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if name not in _ELEMENTWISE and any(hasattr(p, "_local_tensor") for p in parameters):
             # DTensors, whose class takes long to import. A rank whose replay failed would leave the
             # others in a collective.
             return f"steps of {name} on shards need the other ranks"
+        if getattr(optimizer, "grad_scale", None) is not None:
+            narrow = [p.grad for p in parameters if p.grad is not None and p.grad.itemsize < _EXACT]
+            if narrow:
+                dtype = str(narrow[0].dtype).removeprefix("torch.")
+                return (
+                    f"{name} unscales gradients of {dtype} in its fused step, which uses more bits "
+                    "of them than it leaves: call scaler.unscale_ before it, or use fused=False"
+                )
         return ""
 
     def unit(self, optimizer: Any, /) -> Unit:

@@ -1,8 +1,9 @@
 """A store in memory that can lose power, and then keeps only durable data.
 
-`seal`, `publish` and `delete` are durable once they return. Anything else may or may not survive a
-cut: any 512-byte sectors of an unsealed blob, and its name; an aborted blob; a publish in flight,
-or the record that it replaces; any names of a delete in flight. So an engine that publishes a name
+`seal`, `sync`, `publish` and `delete` are durable once they return. Anything else may or may not
+survive a cut: any 512-byte sectors of an unsealed blob after its synced bytes, and its name before
+the first sync; an aborted blob; a publish in flight, or the record that it replaces; any names of a
+delete in flight. So an engine that publishes a name
 before its data is durable, or deletes data before its name, loses a checkpoint at some cut.
 
 ```python
@@ -21,7 +22,7 @@ import itertools
 import math
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from penstock.core.abc import Backend, BlobWriter, check_blob_name
@@ -49,6 +50,7 @@ class _File:
     data: bytes | bytearray
     modified_s: float
     durable: bool
+    synced_bytes: int | None = None  # durable although unsealed; None: not even the name is
 
 
 _Fate: TypeAlias = "_File | None"
@@ -57,7 +59,7 @@ _Fate: TypeAlias = "_File | None"
 class Disk:
     """The stored files, durable or not, shared by any number of backends. Thread-safe.
 
-    Effects are creates, writes, seals, aborts, publishes and deletes; they are counted from 1.
+    Effects are creates, writes, syncs, seals, aborts, publishes and deletes, counted from 1.
     """
 
     def __init__(self, *, cut_at: int | None = None) -> None:
@@ -158,9 +160,10 @@ class Disk:
     def write(self, name: str, file: _File, requests: Sequence[WriteRequest]) -> None:
         """Write bytes, readable but not durable."""
         with self._lock:
-            grown = _File(bytearray(file.data), file.modified_s, durable=False)
+            grown = replace(file, data=bytearray(file.data))
             for request in requests:
                 at = request.offset
+                assert at >= (file.synced_bytes or 0), f"{name} is written before its synced end"
                 for buffer in request.buffers:
                     source = flat_view(buffer)
                     _extend(grown, at + source.nbytes)
@@ -169,12 +172,20 @@ class Disk:
             self._effect({name: [grown]} if self._files.get(name) is file else {})
             file.data = grown.data
 
+    def sync(self, name: str, file: _File, length: int) -> None:
+        """Make the name of a file and its first bytes durable."""
+        with self._lock:
+            _extend(file, length)
+            synced = replace(file, data=bytes(file.data), synced_bytes=length)
+            self._effect({name: [synced]} if self._files.get(name) is file else {})
+            file.synced_bytes = length
+
     def seal(self, name: str, file: _File, length: int) -> None:
         """Truncate a file, and make it durable."""
         with self._lock:
             _extend(file, length)
             whole = _File(bytes(file.data[:length]), self.now_s(), durable=True)
-            torn = _File(whole.data, whole.modified_s, durable=False)
+            torn = replace(whole, durable=False, synced_bytes=file.synced_bytes)
             self._effect({name: [whole, torn]} if self._files.get(name) is file else {})
             file.data, file.modified_s, file.durable = whole.data, whole.modified_s, True
 
@@ -231,6 +242,8 @@ class Disk:
                 fates = [None]
                 if unsure := file or self._aborted.get(name):
                     fates.append(unsure)
+                if file is not None and file.synced_bytes is not None:
+                    fates.remove(None)
             fates += [fate for fate in self._under_way.get(name, []) if fate not in fates]
             outcomes.append((name, fates))
         return outcomes
@@ -240,7 +253,8 @@ class Disk:
         other._ahead_s = self._ahead_s
         for name, fate in chosen:
             if fate is not None:
-                data = bytes(fate.data) if fate.durable else _torn(fate.data, choice)
+                whole = len(fate.data) if fate.durable else fate.synced_bytes or 0
+                data = bytes(fate.data[:whole]) + _torn(fate.data[whole:], choice)
                 # Files on the new disk have survived the cut, so they are durable.
                 other._files[name] = _File(data, fate.modified_s, durable=True)
         return other
@@ -264,7 +278,7 @@ class PowerCut(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities: no alignment, exclusive publish, in the memory of this process."""
-        return Capabilities(preferred_parallel=1, local=True, outlives_process=False)
+        return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """Create a blob per the contract; it is listed before the seal."""
@@ -354,6 +368,11 @@ class _Writer(BlobWriter):
             self._check_open("write")
             self._disk.write(self._name, self._file, requests)
 
+    def sync(self, length: int, /) -> None:
+        with self._lock:
+            self._check_open("sync")
+            self._disk.sync(self._name, self._file, length)
+
     def seal(self, length: int, /) -> None:
         with self._lock:
             self._check_open("seal")
@@ -375,7 +394,7 @@ class _Writer(BlobWriter):
 def _copy(file: _File) -> _File:
     # Sealed bytes never change again, so copies share them.
     data = file.data if isinstance(file.data, bytes) else bytearray(file.data)
-    return _File(data, file.modified_s, file.durable)
+    return replace(file, data=data)
 
 
 def _extend(file: _File, length: int) -> None:

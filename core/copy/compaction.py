@@ -13,6 +13,7 @@ commits, in any tier.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from penstock.core.catalog.survey import last_place, uids_named
 from penstock.core.copy.reencode import Reencoding, save_stored
 from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import commit_name, compacted_generation
+from penstock.core.format.segment import log_prefix
 from penstock.core.reporting.events import EventStream
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.contents import Contents
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Progress, SaveReport
     from penstock.core.save.request import SaveRequest
+
+
+log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,8 @@ class Compactor:
     ) -> list[CommitRecord]:
         """Return the checkpoints to compact, ascending; each of them borrows blobs.
 
+        Leaves the newest checkpoint out while steps are logged after it: they would be deleted.
+
         Args:
             steps: The steps. None chooses the steps that keep blobs of deleted checkpoints alive,
                 and the steps that borrow from these: they would keep the older generations alive.
@@ -137,9 +144,9 @@ class Compactor:
         """
         if steps is not None:
             found = [self._catalog.record(step) for step in sorted(set(steps))]
-            return [record for record in found if record.references]
+            return [r for r in found if r.references and not self._is_logged(r)]
         records = self._records()
-        borrowing = {record.uid: record for record in records if record.references}
+        borrowing = {r.uid: r for r in records if r.references and not self._is_logged(r)}
         if everything:
             return list(borrowing.values())
         going = set(borrowers_of_deleted_saves(records))
@@ -152,6 +159,15 @@ class Compactor:
             chosen |= more
             going |= more.keys()
         return sorted(chosen.values(), key=lambda record: record.step)
+
+    def _is_logged(self, record: CommitRecord) -> bool:
+        if record.step != self._catalog.latest() or not self._backend.list(log_prefix(record.uid)):
+            return False
+        log.warning(
+            "step %d is not compacted: steps are logged after it; save a later step first",
+            record.step,
+        )
+        return True
 
     def plan(self, chosen: Collection[CommitRecord]) -> CompactReport:
         """Report the bytes that compacting these checkpoints would free or take; change nothing.

@@ -175,6 +175,12 @@ def segment_name(base: str, rank: int, number: int) -> str:
     return f"{log_prefix(base, rank)}{number:08}.log"
 
 
+def segment_number(name: str) -> int:
+    """Return the number in the name of a segment; -1 for other names."""
+    number = name.removesuffix(".log").rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
 def log_prefix(base: str, rank: int | None = None) -> str:
     """Return the name prefix of the segments of a rank, or of all ranks."""
     return f"data/{base}/log/" + ("" if rank is None else f"{rank:05}-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from penstock.core.abc import Backend, BlobWriter
@@ -52,6 +53,20 @@ class EntryBackend(Backend):
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Read from the segments."""
         self._store.read([self._moved(request) for request in requests])
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """Read from the segment in the background, without the time limit of `read`.
+
+        The loader watches the progress: after a time-out of `read` it would use targets again that
+        still belong to the store.
+        """
+        try:
+            moved = [self._moved(request) for request in requests]
+        except StorageError as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._store.submit_read(moved)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """List the files."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
 from penstock.core.log.proof import RefutedError, begin_proof
 from penstock.core.log.recut import cuts_of
@@ -107,6 +107,7 @@ class _Log:
     """The log since one checkpoint, which may not be committed yet."""
 
     uid: str
+    step: int
     writer: SegmentWriter
     committed: Outcome[Any] | None = None
 
@@ -137,6 +138,7 @@ class Recorder:
         # the source, so that no other memory gets the same address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
         self._at_base: dict[int, tuple[int, object]] = {}  # version and storage, by address
+        self._rounded = self._warned = ""  # why no log follows the last save; what a warning named
         self.place = 0, 1
         """The rank and the number of ranks."""
         self._refuted = ""  # why no step of this process can be replayed
@@ -144,7 +146,13 @@ class Recorder:
         """Why steps are not logged; empty while they are."""
 
     def begin_after_save(
-        self, uid: str, step: int, state: Mapping[str, Any], committed: Outcome[Any]
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        committed: Outcome[Any],
+        *,
+        rounded: str = "",
     ) -> None:
         """Log from now on what follows a save.
 
@@ -153,18 +161,24 @@ class Recorder:
             step: Its step.
             state: The state tree.
             committed: Resolves when the checkpoint exists, or has failed.
+            rounded: Why the checkpoint does not hold the exact state, so that no log can follow.
         """
         self._settle()
+        if rounded:
+            self._drop(self._logs)
+            self._watch.stop()
+            self._rounded = self.ended = rounded
+            return
         # An overwrite, or a save of the step that was replayed last, is no later step of that log.
         continues = self._watch.keeps and step > self._last
-        if self._logs and continues and not self.ended and not committed.done():
+        if self._logs and continues and not self.ended and not _is_committed(committed):
             self.log(state, step)
         else:
             self._drop(self._logs)
         if self.ended:
             self._drop(self._logs)
         writer = self._writer(uid, uid[: len(NO_SESSION)], FIRST)  # all ranks have this uid
-        self._begin(_Log(uid, writer, committed), step, state)
+        self._begin(_Log(uid, step, writer, committed), state)
 
     def begin_after_restore(
         self,
@@ -188,7 +202,12 @@ class Recorder:
         self._stored.clear()
         # A run that has a log will have one again: the next save must not be its first call.
         self._watch.keeps = self._watch.keeps or previous != FIRST
-        self._begin(_Log(uid, self._writer(uid, session, previous)), step, state)
+        self._begin(_Log(uid, step, self._writer(uid, session, previous)), state)
+
+    def skipped(self, state: Mapping[str, Any], step: int) -> None:
+        """Log a step whose save was skipped, if steps are logged."""
+        if self._watch.keeps and not self.ended and step > self._last:
+            self.log(state, step)
 
     def pause(self, reason: str) -> None:
         """Log nothing before the next save or restore: the state is not that of a checkpoint."""
@@ -202,6 +221,9 @@ class Recorder:
         self._watch.keeps = True
         self._settle()
         if self.ended:
+            if self._rounded not in {"", self._warned}:
+                self._warned = self._rounded
+                log.warning("steps are not logged: %s", self._rounded)
             return False
         if number <= self._last:
             msg = f"step {number} is not after step {self._last}, which is saved or logged"
@@ -234,6 +256,12 @@ class Recorder:
                 "This process logs no more." if refuted else "The next save begins a new one.",
             )
 
+    def replaced(self, step: int) -> None:
+        """End the log if it continues the checkpoint of `step`, which is deleted or compacted."""
+        if any(log.step == step for log in self._logs):
+            self.end(f"the checkpoint of step {step} was deleted or compacted")
+            self._drop(self._logs)
+
     def forget(self, uid: str) -> None:
         """Delete the log since the checkpoint `uid`, from which training continues."""
         self.pause("training was rewound: restore first")
@@ -259,11 +287,11 @@ class Recorder:
             self._backend, uid, rank, world_size, session=session, previous=previous
         )
 
-    def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
+    def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
-        self._last = step
+        self._last = begun.step
         self._skipped = _DIGEST_EVERY
-        self.ended = self._refuted
+        self.ended, self._rounded = self._refuted, ""
         if "torch" in sys.modules:
             optimizers = optimizers_of(state, self._registry).values()
             self._watch.start(optimizers)
@@ -278,15 +306,17 @@ class Recorder:
 
     def _settle(self) -> None:
         """Keep the log since the newest checkpoint, and those before it until it is committed."""
-        for number in reversed(range(1, len(self._logs))):
+        for number in reversed(range(len(self._logs))):
             committed = self._logs[number].committed
-            assert committed is not None
-            if not committed.done():
-                continue
-            if committed.exception() is None:
-                self._drop(self._logs[:number])
+            if committed is None or _is_committed(committed):
+                if number:
+                    self._drop(self._logs[:number])
                 return
-            self._drop([self._logs[number]])
+            # After an unknown outcome a restore may find either checkpoint.
+            if committed.done() and not isinstance(committed.exception(), CommitUnknownError):
+                self._drop([self._logs[number]])
+        if not self._logs and self._watch.keeps:
+            self.end("the save that it followed has failed")
 
     def _drop(self, logs: Sequence[_Log]) -> None:
         """Write no more to these logs."""
@@ -378,6 +408,10 @@ class Recorder:
         return stored
 
 
+def _is_committed(committed: Outcome[Any]) -> bool:
+    return committed.done() and committed.exception() is None
+
+
 def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     """Return the optimizers of torch in a state tree, by their shown path."""
     return values_of(state, registry, "optimizer")
@@ -449,7 +483,7 @@ class _Writing:
         while (work := self._queue.get()) is not None:
             try:
                 self._append(*work)
-            except Exception as error:  # noqa: BLE001 - recorded: training continues
+            except BaseException as error:  # noqa: BLE001 - recorded: training continues
                 for writer in work[1]:
                     writer.end()  # a later entry would follow a gap
                 self._recorder.end(str(error), refuted=isinstance(error, RefutedError))

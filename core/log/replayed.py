@@ -192,6 +192,9 @@ def step_again(
                     parameter.grad = grad
         with _without_hooks(optimizer):
             replayer.step(optimizer, stored["captured"])
+    except Exception as error:
+        msg = f"{stored['optimizer']} cannot take a logged step again: {type(error).__name__}: {error}"
+        raise NotLoggedError(msg) from error
     finally:
         for group, old in zip(groups, before, strict=True):
             group.update(old)

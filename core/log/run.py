@@ -27,6 +27,7 @@ from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, common_sessions, logs_of, sessions_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
+from penstock.core.tree.paths import show_path
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
+    from penstock.core.save.request import SaveRequest
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
 
@@ -98,7 +100,9 @@ class RunLog:
         if self.may_log():
             self.recorder.place = self._place()
             handle = job.handle
-            self.recorder.begin_after_save(job.uid, handle.step, state, handle.committed)
+            self.recorder.begin_after_save(
+                job.uid, handle.step, state, handle.committed, rounded=_rounded(job.request)
+            )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
@@ -328,6 +332,20 @@ class RunLog:
 def has_log(backend: Backend, uid: str) -> bool:
     """Return whether a log continues the checkpoint with this uid."""
     return bool(backend.list(log_prefix(uid)))
+
+
+def _rounded(request: SaveRequest) -> str:
+    """Return which object a save rounds, and the codec; empty if it stores all exactly."""
+    lossy = {
+        number: next(codec.name for codec in chain.codecs if not codec.lossless)
+        for number, chain in enumerate(request.chains)
+        if chain is not None and not chain.lossless
+    }
+    for planned in request.plan.objects if lossy else ():
+        if planned.chain in lossy:
+            codec, path = lossy[planned.chain], show_path(planned.entry.path)
+            return f"codec {codec} rounds {path} in checkpoints, so replayed steps would differ"
+    return ""
 
 
 def _up_to(

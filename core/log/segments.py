@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.errors import BlobExistsError, FormatError
+from penstock.core.errors import BlobExistsError
 from penstock.core.format.segment import (
     FIRST,
     HEADER_BYTES,
@@ -20,6 +20,7 @@ from penstock.core.format.segment import (
     is_whole,
     log_prefix,
     segment_name,
+    segment_number,
 )
 from penstock.core.types import ReadRequest, WriteRequest
 
@@ -193,12 +194,32 @@ def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> It
         if header is None or at + HEADER_BYTES + header.payload_bytes > size:
             return
         if (header.base, header.rank) != (base, rank):
-            msg = f"{name}: its entry of step {header.step} belongs to another log"
-            raise FormatError(msg, [name])
+            log.warning(
+                "%s on %s belongs to another log: it is ignored from step %d on",
+                name, backend.url, header.step,
+            )  # fmt: skip
+            return
         if previous is not None and header.previous != previous:
             return
         yield StoredEntry(name, at, header)
         at, previous = at + header.stored_bytes, header.digest
+
+
+def _requests(at: int, buffers: Sequence[bytes]) -> Iterator[WriteRequest]:
+    """Yield the writes of `buffers` one after the other; each is short for a store's time limit."""
+    pieces: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        left = memoryview(buffer)
+        while left:
+            piece, left = left[: _PIECE_BYTES - size], left[_PIECE_BYTES - size :]
+            pieces.append(piece)
+            size += len(piece)
+            if size == _PIECE_BYTES:
+                yield WriteRequest(at, tuple(pieces))
+                at, size, pieces = at + size, 0, []
+    if pieces:
+        yield WriteRequest(at, tuple(pieces))
 
 
 class SegmentWriter:
@@ -256,7 +277,8 @@ class SegmentWriter:
         )  # fmt: skip
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0
-        self._writer.write([WriteRequest(self._end, tuple(map(memoryview, buffers)))])
+        for request in _requests(self._end, buffers):
+            self._writer.write([request])
         self._end += header.stored_bytes
         self._previous = header.digest
         self._unsynced += 1
@@ -282,7 +304,8 @@ class SegmentWriter:
             self._writer, self._unsynced = None, 0
 
     def _create(self, size_hint: int) -> BlobWriter:
-        number = len(self._backend.list(log_prefix(self._base, self._rank)))
+        names = [info.name for info in self._backend.list(log_prefix(self._base, self._rank))]
+        number = 1 + max((segment_number(name) for name in names), default=-1)
         while True:
             try:
                 name = segment_name(self._base, self._rank, number)

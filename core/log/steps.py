@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     Marks: TypeAlias = list[tuple[int, int, int]]
 
+_NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
 
 _PROOFS = 2  # of each optimizer: its state may be made by its first step
@@ -214,9 +215,12 @@ class StepWatch:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group, without its parameters."""
+    """Return copies of the options of each group, without its parameters.
+
+    Copies, since a scheduler changes a tensor in place before the log has stored it.
+    """
     return [
-        {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
 
@@ -232,6 +236,17 @@ def with_groups(
     vars(made).update(attributes)
     made.param_groups = groups
     return cast("Optimizer", made)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of the tensors and containers of an option."""
+    if hasattr(value, "untyped_storage"):
+        return value.detach().clone()
+    if type(value) in {list, tuple}:
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
@@ -289,11 +304,12 @@ def version_of(tensor: Any) -> int:
 
 
 def _marks(optimizer: Optimizer) -> Marks:
-    """Return what changes with any change of the parameters and the state that torch sees.
+    """Return what changes with any change of groups, parameters and state that torch sees.
 
     Changes in place through `Tensor.data` leave no mark; digests find these.
     """
-    return [
+    groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
+    return groups + [
         (id(tensor), version_of(tensor), address_of(local_of(tensor)))
         for tensor in tensors_of(optimizer)
     ]

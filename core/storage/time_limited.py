@@ -32,15 +32,16 @@ _SHOWN_NAMES = 3
 _UNLIMITED: frozenset[Operation] = frozenset(
     ["url", "tiers", "write", "seal", "sync", "abort", "submit_write", "submit_read"]
 )
+_WRITES: frozenset[Operation] = frozenset(["write", "seal", "sync"])
 
 
 class TimeLimitedBackend(DelegatingBackend):
     """Delegates every call; gives up a call that blocks its caller for longer than `limit_s`.
 
     Such a call runs on its own thread. If the store never answers, the thread and everything that
-    it uses are abandoned. Blob writes and background reads have no limit here, because saves and
-    restores watch their own progress. `sweep` may walk a whole store and has no limit either, but
-    Ctrl-C ends the wait.
+    it uses are abandoned. Without `limit_writes`, blob writes have no limit, and background reads
+    never have one, because saves and restores watch their own progress. `sweep` may walk a whole
+    store and has no limit either, but Ctrl-C ends the wait.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class TimeLimitedBackend(DelegatingBackend):
         workers: Workers,
         limit_s: float,
         *,
+        limit_writes: bool = False,
         unanswered: dict[object, Sequence[str]] | None = None,
     ) -> None:
         """Wrap `inner`, which the caller closes; tiers share `unanswered`, the open deletions."""
         super().__init__(inner)
+        self._unlimited = _UNLIMITED - _WRITES if limit_writes else _UNLIMITED
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
         self._workers = workers
         self._limit_s = limit_s
@@ -70,7 +73,7 @@ class TimeLimitedBackend(DelegatingBackend):
             StorageTimeoutError: The store did not answer for `limit_s`. It may still execute the
                 call and write to the buffers of a `read`.
         """
-        if operation in _UNLIMITED:
+        if operation in self._unlimited:
             return call()
         what = in_words(operation)
 

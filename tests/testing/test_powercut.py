@@ -81,6 +81,32 @@ def test_any_sectors_of_an_unsealed_blob_survive(disk, store):
     assert any(0 < len(data) < len(TWO_SECTORS) for data in found if data is not None)
 
 
+def test_synced_bytes_survive_and_later_ones_are_as_unsealed(disk, store):
+    writer = store.create("blob")
+    writer.write([request(TWO_SECTORS)])
+    writer.sync(len(TWO_SECTORS))
+    assert contents_of("blob", disk.copy()) == {TWO_SECTORS}
+    writer.write([request(TWO_SECTORS[::-1], len(TWO_SECTORS))])
+    found = contents_of("blob", disk)
+    assert {TWO_SECTORS, TWO_SECTORS + TWO_SECTORS[::-1]} <= found
+    assert TWO_SECTORS + bytes(len(TWO_SECTORS)) in found
+    assert all(data.startswith(TWO_SECTORS) for data in found)
+
+
+@pytest.mark.parametrize("operation", ["sync", "seal"])
+def test_synced_bytes_survive_a_cut_during_the_next_call(operation):
+    disk = Disk(cut_at=5)
+    writer = PowerCut(disk).create("blob")
+    writer.write([request(TWO_SECTORS)])
+    writer.sync(len(TWO_SECTORS))
+    writer.write([request(TWO_SECTORS, len(TWO_SECTORS))])
+    with pytest.raises(SimulatedCrashError):
+        getattr(writer, operation)(2 * len(TWO_SECTORS))
+    found = contents_of("blob", disk)
+    assert {TWO_SECTORS, TWO_SECTORS * 2} <= found
+    assert all(data.startswith(TWO_SECTORS) for data in found)
+
+
 def test_a_publish_in_flight_is_whole_or_absent():
     disk = Disk(cut_at=2)
     store = PowerCut(disk)

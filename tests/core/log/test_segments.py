@@ -9,8 +9,9 @@ from tests.integration.support import memory
 
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.core.abc import DelegatingBackend
-from penstock.core.errors import FormatError, StorageError
+from penstock.core.errors import StorageError
 from penstock.core.format.segment import HEADER_BYTES, segment_name
+from penstock.core.log import segments
 from penstock.core.log.archive import EntryBackend
 from penstock.core.log.segments import SegmentWriter, StoredLog
 from penstock.testing.faults import Fault, FaultyBackend
@@ -139,15 +140,66 @@ def test_segment_of_a_killed_process_takes_no_more_space_than_its_entries(tmp_pa
     log.close()
 
 
-def test_segment_of_another_log_is_refused():
+def test_segment_of_another_log_is_ignored_by_name(caplog):
     backend = memory()
     log = writer(backend)
     append(log, 1)
     log.close()
     data = backend.read_record(segment_name(UID, 0, 0), limit_bytes=1 << 20)
     backend.publish(segment_name(OTHER, 0, 0), data)
-    with pytest.raises(FormatError, match="belongs to another log"):
-        StoredLog(backend, OTHER, 0)
+    backend.publish(segment_name(UID, 1, 0), data)
+    assert steps(backend, OTHER) == []
+    assert StoredLog(backend, UID, 1).entries == []
+    assert caplog.text.count("belongs to another log: it is ignored from step 1 on") == 2
+
+
+def test_any_flipped_byte_of_headers_and_directories_ends_the_log_there():
+    backend = memory()
+    log = writer(backend)
+    append(log, 1, 2, 3)
+    log.close()
+    name = segment_name(UID, 0, 0)
+    whole = backend.read_record(name, limit_bytes=1 << 20)
+    for entry in StoredLog(backend, UID, 0).entries:
+        kept = [*range(1, entry.header.step)]
+        end = entry.offset + HEADER_BYTES + entry.header.payload_bytes
+        used = [*range(104), *range(HEADER_BYTES, HEADER_BYTES + entry.header.directory_bytes)]
+        for at in used:
+            rewrite(backend, name, flipped(whole, entry.offset + at, 1 << at % 8))
+            assert steps(backend) == kept
+        for length in (0, 1, 103, 127, 128, 129):
+            rewrite(backend, name, lambda _, stop=entry.offset + length: whole[:stop])
+            assert steps(backend) == kept
+        rewrite(backend, name, lambda _, stop=end - 1: whole[:stop])
+        assert steps(backend) == kept
+        rewrite(backend, name, lambda _, stop=end: whole[:stop])
+        assert steps(backend) == [*kept, entry.header.step]
+
+
+def flipped(whole, at, mask):
+    def change(_):
+        data = bytearray(whole)
+        data[at] ^= mask
+        return data
+
+    return change
+
+
+def test_segment_after_lost_ones_comes_last():
+    backend = WithoutAppends(memory())
+    append(writer(backend), 1, 2, 3, 4)
+    entries = StoredLog(backend, UID, 0).entries
+    backend.delete([segment_name(UID, 0, 0), segment_name(UID, 0, 1)])
+    append(writer(backend, previous=entries[-1].header.digest), 5)
+    assert backend.list("")[-1].name == segment_name(UID, 0, 4)
+
+
+def test_long_entry_is_written_in_pieces(monkeypatch):
+    monkeypatch.setattr(segments, "_PIECE_BYTES", 1000)
+    backend = FaultyBackend(memory())
+    append(writer(backend), 1, 2)
+    assert steps(backend) == [1, 2]
+    assert len([name for name, _ in backend.calls if name == "write"]) == 12
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "sync"])

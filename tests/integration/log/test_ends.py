@@ -7,6 +7,8 @@ import torch
 from tests.integration.log.trainings import Training, equal
 
 import penstock
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.testing.faults import FaultyBackend
 
 
 def begun(url):
@@ -138,6 +140,36 @@ def test_log_without_a_checkpoint_is_refused_quietly(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         training.step()
         assert not ckpt.log(training.state, 1)
+
+
+def test_log_of_a_save_that_failed_ends(tmp_path, caplog):
+    training = Training()
+    store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
+    store.fail("publish", match="/index")
+    with penstock.Checkpointer(store) as ckpt:
+        training.step()
+        handle = ckpt.save(training.state, 1)
+        assert handle.committed.exception() is not None
+        training.step()
+        assert not ckpt.log(training.state, 2)
+        assert "ends after step 1: the save that it followed has failed" in caplog.text
+        training.step()
+        ckpt.save(training.state, 3)
+        training.step()
+        assert ckpt.log(training.state, 4)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(training.state).step == 4
+
+
+def test_failed_saves_of_those_who_never_log_warn_of_no_log(tmp_path, caplog):
+    training = Training()
+    store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
+    store.fail("publish", match="/index")
+    with penstock.Checkpointer(store) as ckpt:
+        for step in (1, 2):
+            training.step()
+            assert (ckpt.save(training.state, step).committed.exception() is None) == (step == 2)
+    assert "log of gradients" not in caplog.text
 
 
 def test_step_must_rise(tmp_path):
