@@ -1,4 +1,4 @@
-"""The backend `memory`: blobs in this process, for tests and experiments."""
+"""The backend `memory`, which keeps blobs in this process, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MemoryConfig(PluginConfig):
     """Options of `memory`.
 
     Attributes:
-        name: The name of the store. Backends of one name share a store for the life of the process;
-            without a name each has its own store.
+        name: The name of the store. Backends with the same name share a store until the process
+            ends; a backend without a name has its own store.
     """
 
     name: str = ""
@@ -52,13 +52,13 @@ _stores_lock = threading.Lock()  # guards `_stores`
 
 
 class MemoryBackend(Backend):
-    """Keeps blobs and records in the memory of this process; unsealed blobs are not listed."""
+    """Keeps blobs and records in the memory of this process. Lists no unsealed blobs."""
 
     name: ClassVar[str] = "memory"
     Config: ClassVar[type[PluginConfig]] = MemoryConfig
 
     def __init__(self, config: MemoryConfig, /) -> None:
-        """Attach to the store of that name; creates a missing one."""
+        """Attach to the store of that name, or create it."""
         self._name = config.name
         self._closed = False
         if config.name:
@@ -79,11 +79,11 @@ class MemoryBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities: no alignment, exclusive publish; the store ends with the process."""
+        """No alignment, exclusive publish, and a store that ends with the process."""
         return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Create a blob as the contract says."""
+        """See `Backend.create`."""
         self._check(name)
         with self._store.lock:
             if name in self._store.blobs or name in self._store.unsealed:
@@ -94,7 +94,7 @@ class MemoryBackend(Backend):
         return writer
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read as the contract says."""
+        """See `Backend.read`."""
         for request in requests:
             data = self._find("read", request.name).data
             target = flat_view(request.target)
@@ -102,13 +102,13 @@ class MemoryBackend(Backend):
             if request.offset < 0 or stop > len(data):
                 msg = (
                     f"cannot read bytes {request.offset} to {stop} of {request.name} on "
-                    f"{self.url}: it has {len(data)}"
+                    f"{self.url}: it ends at {len(data)}"
                 )
                 raise BlobTruncatedError(msg)
             copy_bytes(target, memoryview(data)[request.offset : stop])
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; one version even if the record is replaced."""
+        """See `Backend.read_record`. A concurrent replace cannot mix versions."""
         data = self._find("read", name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -116,7 +116,7 @@ class MemoryBackend(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish a record as the contract says."""
+        """See `Backend.publish`."""
         self._check(name)
         with self._store.lock:
             if exclusive and (name in self._store.blobs or name in self._store.unsealed):
@@ -125,7 +125,7 @@ class MemoryBackend(Backend):
             self._store.blobs[name] = _Blob(bytes(data), time.time())
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List as the contract says."""
+        """See `Backend.list`."""
         self._check(prefix, prefix=True)
         with self._store.lock:
             blobs = [(n, b) for n, b in self._store.blobs.items() if n.startswith(prefix)]
@@ -134,12 +134,12 @@ class MemoryBackend(Backend):
         ]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return size and time as the contract says."""
+        """See `Backend.stat`."""
         blob = self._find("stat", name)
         return BlobInfo(name, len(blob.data), blob.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete as the contract says."""
+        """See `Backend.delete`."""
         for name in names:
             self._check(name)
         with self._store.lock:
@@ -148,7 +148,7 @@ class MemoryBackend(Backend):
                 self._store.unsealed.pop(name, None)
 
     def close(self) -> None:
-        """Close as the contract says; a named store outlives its backends."""
+        """See `Backend.close`. A named store outlives its backends."""
         self._closed = True
         super().close()
 
@@ -223,7 +223,7 @@ class _MemoryWriter(BlobWriter):
             copy_bytes(self._data, written)
 
     def _check_name(self) -> None:
-        """Raise if the blob was deleted meanwhile: its name may be another blob's now."""
+        """Raise if the blob was deleted, since another blob may now have its name."""
         if self._store.unsealed.get(self._name) is not self:
             msg = f"cannot seal {self._name} on {self._url}: it was deleted during the write"
             raise StorageError(msg)
@@ -235,7 +235,7 @@ class _MemoryWriter(BlobWriter):
 
 
 def _zeros(size: int) -> memoryview:
-    """Return zeros that take no pages before they are written, unlike those of a bytearray."""
+    """Return zeros that take no memory until written, unlike those of a bytearray."""
     import numpy as np  # noqa: PLC0415 - as in `copy_bytes`
 
     return np.zeros(size, np.uint8).data

@@ -1,4 +1,4 @@
-"""The backend `posix`: files through a few threads; works like `uring`, wherever Python runs."""
+"""The backend `posix`, which moves files with a few threads, wherever Python runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The codecs that ship with Penstock.
 
-A codec encodes chunks into frames and decodes them. It imports the contracts, types and errors of
-`penstock.core` only, neither providers nor backends; core finds codecs by entry point.
+A codec encodes chunks into frames and decodes them. From Penstock it imports only the contracts,
+types and errors of `penstock.core`. Core finds codecs by entry point.
 """

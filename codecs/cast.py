@@ -1,7 +1,7 @@
-"""The `cast` codec rounds floats to a narrower float format. Lossy: used only where a rule asks.
+"""The `cast` codec rounds floats to a narrower format. Lossy, so used only if a rule names it.
 
 A frame has one narrow element for each element of the chunk, in order, and nothing else. Decoding
-widens each exactly.
+widens each element exactly.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class CastConfig(PluginConfig):
     """Options of the `cast` codec.
 
     Attributes:
-        to: The stored format; chunks of formats with more bytes per element are cast.
-        saturate: Whether a number that is too large for `to` becomes its largest number. If not, a
-            chunk with such a number is not cast, and is stored as it is.
+        to: The stored format. Only formats with more bytes per element are cast.
+        saturate: Whether a number that overflows `to` becomes its largest number. Otherwise a chunk
+            with such a number is stored without the cast.
     """
 
     to: Literal[
@@ -70,9 +70,9 @@ class CastConfig(PluginConfig):
 class CastCodec(Codec):
     """Rounds floats to a narrower format, to nearest even.
 
-    A number that is too large never becomes infinite: its chunk is stored as it is or, with
-    `saturate`, the number becomes the largest of the format. NaN stays NaN. Infinities stay if
-    the format has them; else they count as too large.
+    A finite number never becomes infinite. With `saturate`, a number that overflows becomes the
+    largest of the format; otherwise its chunk is stored without the cast. NaN stays NaN. An
+    infinity stays if the format has one, else it overflows.
     """
 
     name: ClassVar[str] = "cast"
@@ -89,18 +89,18 @@ class CastCodec(Codec):
         self._warned = False
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return half of the raw length: a format that is cast has at least twice the bytes."""
+        """Return half of the raw length, since a cast at least halves an element."""
         return raw_length // 2
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return the narrow elements, one for each of the chunk."""
+        """Describe the narrow elements, one for each element of the chunk."""
         del context
         return CodecOutput(self._to, self._width, elementwise=True)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline other dtypes and numbers that overflow."""
+        """See `Codec.encode`. Declines other dtypes and, without `saturate`, overflows."""
         source = flat_view(chunk)
         if not self._takes(context) or source.nbytes % context.itemsize:
             return DECLINED
@@ -117,7 +117,7 @@ class CastCodec(Codec):
         return length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         source, target = flat_view(frame), flat_view(out)
         if not self._takes(context):
             msg = f"cast: a frame of {self._to} cannot hold {context.dtype}"
@@ -135,7 +135,7 @@ class CastCodec(Codec):
         return known is not None and known == context.itemsize and known > self._width
 
     def _count_overflows(self, source: memoryview, dtype: str, target: memoryview) -> int:
-        """Return how many numbers are too large; with `saturate`, make them the largest."""
+        """Return how many numbers overflow; with `saturate`, replace them in `target`."""
         largest, code = _LARGEST[self._to]
         size, magnitude = FLOAT_DTYPES[dtype], (1 << 8 * self._width - 1) - 1
         codes: NDArray[Any] = np.frombuffer(target, _WORDS[self._width])
@@ -160,7 +160,7 @@ class CastCodec(Codec):
         return count
 
     def _is_too_large(self, wide: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which numbers with the bits of an overflow are too large."""
+        """Return which numbers overflow, among numbers whose rounded bits look like it."""
         if self._to == "float8_e4m3fn":
             return np.abs(wide) > _E4M3FN_ROUNDED
         if self._to in _INFINITE:

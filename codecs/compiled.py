@@ -1,7 +1,7 @@
-"""The loops of `plain`, compiled by numba: one pass over the data where numpy takes several.
+"""The loops of `plain`, compiled by numba, with one pass over the data instead of several.
 
-Importing this module needs numba, which is an extra, and takes 0.4 s; or a few seconds if numba has
-not cached the compiled code, or has no folder to write to.
+Importing this module needs numba, which is an extra, and takes 0.4 s. It takes a few seconds if
+numba has no cached code, or no folder to write to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def given(element: Any) -> Any:
-    """Return the type of an input array; frames and chunks begin at any address."""
+    """Return the type of an input array, unaligned since frames and chunks begin anywhere."""
     return types.Array(element, 1, "C", readonly=True, aligned=False)
 
 
@@ -35,7 +35,7 @@ def filled(element: Any) -> Any:
 
 
 def compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """Compile a function for the signatures, and cache it on disk if possible."""
+    """Return a decorator that compiles for `signatures`, and caches on disk if possible."""
 
     def compile_(function: Function) -> Function:
         try:
@@ -54,7 +54,7 @@ _ONE, _TWO = np.uint64(1), np.uint64(2)
 
 @compiled(*_COMPARED)
 def subtract(new: Any, old: Any, out: Any) -> None:
-    """Do what `plain.subtract` does."""
+    """See `plain.subtract`."""
     top = np.uint64(8 * out.itemsize - 1)
     mask = (_TWO << top) - _ONE
     for i in range(out.size):
@@ -64,7 +64,7 @@ def subtract(new: Any, old: Any, out: Any) -> None:
 
 @compiled(*_COMPARED)
 def add(differences: Any, old: Any, out: Any) -> None:
-    """Do what `plain.add` does."""
+    """See `plain.add`."""
     for i in range(out.size):
         zigzag = differences[i]
         out[i] = old[i] + ((zigzag >> _ONE) ^ (-(zigzag & _ONE)))
@@ -92,7 +92,7 @@ _ROW = 4096  # elements at once without prediction
 # LLVM makes a separate loop for each value of `predicted`; numba drops branches that `below` rules
 # out.
 def _splitter(word: Any, below: Any) -> Function:
-    """Return the split of elements that have `below` bits, 0 or 16, below their top 16."""
+    """Compile the split of elements that have `below` (0 or 16) bits below their top 16 bits."""
 
     @compiled((given(word), *_GRID, filled(_U1), filled(_U1), filled(_U2)))
     def split(
@@ -125,7 +125,7 @@ def _splitter(word: Any, below: Any) -> Function:
 
 
 def _joiner(word: Any, below: Any) -> Function:
-    """Return the inverse of what `_splitter` returns."""
+    """Compile the inverse of the split."""
 
     @compiled((given(_U1), given(_U1), given(_U2), *_GRID, filled(word)))
     def join(
@@ -177,7 +177,7 @@ def _join_bytes(first: Any, second: Any, third: Any, fourth: Any, block: Any) ->
 
 
 def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
-    """Do what `plain.split_block` does; leave elements of 8 bytes to it."""
+    """See `plain.split_block`; calls it for 8-byte elements."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         return bool(_SPLIT[block.itemsize](block, *_place(kind, grid), *planes[:2], low))
@@ -188,7 +188,7 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """Do what `plain.join_block` does; leave elements of 8 bytes to it."""
+    """See `plain.join_block`; calls it for 8-byte elements."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         _JOIN[block.itemsize](*planes[:2], low, *_place(kind, grid), block)
@@ -221,6 +221,6 @@ def _scatter(used: Any, values: Any, plane: Any) -> None:
 
 
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
-    """Do what `plain.scatter` does."""
+    """See `plain.scatter`."""
     plane.fill(0)
     _scatter(used, values, plane)

@@ -1,8 +1,8 @@
-"""The `delta` codec: stores elements as their differences from an earlier checkpoint.
+"""The `delta` codec, which stores elements as differences from an earlier checkpoint.
 
-The bits of elements are compared as integers. Neighboring floats have neighboring bits, so a small
-step of training gives small differences. Zigzag coding makes them small unsigned numbers, which the
-next codec of the chain stores in a few bits.
+The codec compares bit patterns as integers. Nearby floats have nearby bit patterns, so a small
+training step gives small differences. Zigzag coding turns them into small unsigned numbers, which
+the next codec of the chain stores in a few bits.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _WORDS = (1, 2, 4, 8)
 
 
 class DeltaConfig(PluginConfig):
-    """The `delta` codec has no options; `deltas` of the configuration sets how long chains get."""
+    """The (empty) options of `delta`; `deltas` in the configuration limits the chain length."""
 
 
 class Comparison(IntEnum):
-    """How elements are compared with those of the base."""
+    """How a frame compares elements with those of the base."""
 
     SUBTRACT = 0
-    """As integers, the difference in zigzag order: 0, -1, 1, -2, ..."""
+    """The integer difference in zigzag order: 0, -1, 1, -2, ..."""
     XOR = 1
-    """Bit by bit."""
+    """The bitwise difference."""
 
 
 class DeltaCodec(Codec):
-    """Replaces the elements of a chunk by their differences from the same chunk saved earlier.
+    """Replaces the elements of a chunk with differences from the same chunk of an earlier save.
 
-    A frame has the differences, then one more element, the number of the `Comparison`.
+    A frame has the differences, then one more element with the `Comparison`.
     """
 
     name: ClassVar[str] = "delta"
@@ -56,21 +56,20 @@ class DeltaCodec(Codec):
         kernels()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the length of the chunk plus the longest element."""
+        """Return `raw_length` plus one element of the maximum size."""
         return raw_length + _WORDS[-1]
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return unsigned integers of the size of the elements."""
+        """Describe the output as unsigned integers of the element size."""
         size = _word_size(context)
         return CodecOutput(f"uint{8 * size}", size)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`.
+        """See `Codec.encode`. Declines a chunk without a base, or with too small a gain.
 
-        Declines a chunk without a base, and one whose differences would take nearly as many bits as
-        the chunk itself: every restore has to read each link of a chain.
+        A small gain does not pay, since every restore has to read each link of a chain.
         """
         size = _word_size(context)
         if context.base is None or not chunk.nbytes or chunk.nbytes % size:
@@ -90,7 +89,7 @@ class DeltaCodec(Codec):
         return chunk.nbytes + size
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         size = _word_size(context)
         if context.base is None:
             msg = "delta: the frame was encoded against an earlier chunk, but none is recorded"
@@ -114,7 +113,7 @@ class DeltaCodec(Codec):
 
 
 def _word_size(context: CodecContext) -> int:
-    """Return the bytes of a compared word: an element, or 1 if it is not a machine word."""
+    """Return the byte size of the compared words: the itemsize if it is 1, 2, 4 or 8, else 1."""
     size = context.itemsize
     return size if size in _WORDS else 1
 
@@ -131,7 +130,7 @@ def _compare(new: Elements, old: Elements, how: Comparison, out: Elements) -> No
 
 
 def _chosen(new: Elements, old: Elements) -> Comparison | None:
-    """Return the comparison with the fewest bits in a sample, or None if neither pays."""
+    """Return the comparison with the lowest entropy in a sample; None if the gain is too small."""
     at = sampled(new.size, _RUN)
     sample, base = new[at], old[at]
     own_bits = _bits(_exponent_first(sample))
@@ -145,13 +144,13 @@ def _chosen(new: Elements, old: Elements) -> Comparison | None:
 
 
 def _exponent_first(words: Elements) -> Elements:
-    """Return the bits of floats with the sign moved last, so that one byte is the exponent."""
+    """Rotate the sign bit of floats to the end, so that the top byte holds the exponent."""
     if words.itemsize == 1:
         return words
     return (words << np.uint8(1)) | (words >> np.uint8(8 * words.itemsize - 1))
 
 
 def _bits(words: Elements) -> float:
-    """Return the order-0 entropy of the bytes of an element, in bits."""
+    """Return the summed order-0 entropies of an element's bytes, in bits."""
     planes = words.view(np.uint8).reshape(words.size, -1)
     return sum(entropy_bits(plane, biased=True) for plane in planes.T)

@@ -1,11 +1,11 @@
-"""The coding of a plane as a zstd frame of Huffman codes, compiled by numba.
+"""The encoding of a plane as a zstd frame of Huffman codes, compiled by numba.
 
-Any zstd decoder reads the frame (RFC 8878). zstd itself takes 1.7 times as long to write one, since
-it looks up single bytes, not pairs.
+Any zstd decoder reads the frame (RFC 8878). zstd takes 1.7 times as long to write it, since zstd
+looks up single bytes instead of pairs.
 
 All blocks of a frame share one code. Each has four streams of codes, and no sequences. The first
 block stores the code as a weight for each byte: 0 for an unused byte, else `longest + 1 - bits`.
-Weights are stored in FSE codes with fixed shares, where zstd counts: this makes the tables
+FSE codes store the weights, with fixed shares instead of counted frequencies: this makes the tables
 constant, and costs about ten bytes.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.codecs.plain import Bytes
 
 LEAST_BYTES = 16 << 10
-"""For a smaller plane, setting up the tables costs more than it gains."""
+"""In a smaller plane, the setup of the tables costs more than it gains."""
 
 _BLOCK_BYTES = 128 << 10  # the most that zstd allows
 _LONGEST = 11  # bits of a code; zstd's limit
@@ -41,7 +41,7 @@ _STATES, _STATE_BITS = 64, 6
 
 
 def _described() -> Bytes:
-    """Return the shares as a frame stores them (RFC 8878, 4.1.1)."""
+    """Encode the shares in the format of a frame (RFC 8878, 4.1.1)."""
     bits, length, left = _STATE_BITS - 5, 4, _STATES
     for share in _SHARES:
         value, most = share + 1, left + 1
@@ -58,12 +58,12 @@ def _described() -> Bytes:
 
 
 def _states() -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Return the tables that code weights, from the last weight to the first.
+    """Return the FSE tables, which encode weights from the last to the first.
 
     Returns:
-        By weight: the state in which a decoder reads it last. By weight and next state: the state
-        in which a decoder reads it. By state: the bits that the decoder reads to get to the next
-        state, and the lowest next state.
+        `final[weight]`: the decoder's last state for a weight. `before[weight, next]`: the state
+        that decodes a weight and leads to the state `next`. `width[state]`: the number of bits that
+        select the next state. `lowest[state]`: the lowest next state.
     """
     weights = np.empty(_STATES, np.uint8)
     at = 0
@@ -95,7 +95,7 @@ _inner: Callable[[Any], Any] = numba.njit(nogil=True)
 
 @_inner
 def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
-    """Count how often each byte occurs in the plane; `pairs` is zero before and after."""
+    """Count the bytes of the plane; `pairs` must be zero before, and is zero after."""
     # Equal bytes follow each other, and each addition waits for the last one to the same place.
     # Counting pairs halves the additions.
     whole = plane.size // 8 * 8
@@ -118,7 +118,7 @@ def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
 
 @_inner
 def _sort(counts: Any, order: Any, total: Any) -> Any:
-    """List the used bytes by rising counts, and the counts; return the number of bytes."""
+    """List the used bytes and their counts, in ascending order; return the number of bytes."""
     n = 0
     for byte in range(256):
         if counts[byte]:
@@ -134,7 +134,7 @@ def _sort(counts: Any, order: Any, total: Any) -> Any:
 
 @_inner
 def _fit(per_length: Any) -> None:
-    """Lengthen codes until there is space for all codes that were cut to the longest."""
+    """Lengthen short codes until all fit, after long codes were cut to `_LONGEST` bits."""
     space = 0
     for length in range(1, _LONGEST + 1):
         space += per_length[length] << (_LONGEST - length)
@@ -151,7 +151,7 @@ def _fit(per_length: Any) -> None:
 
 @_inner
 def _choose(counts: Any, bits: Any) -> Any:
-    """Give each used byte a code length; return the longest, or 0 for fewer than two bytes."""
+    """Choose a code length for each used byte; return the longest, 0 for under two used bytes."""
     order, total = np.empty(256, np.int64), np.zeros(512, np.int64)
     n = _sort(counts, order, total)
     bits[:] = 0
@@ -187,7 +187,7 @@ def _choose(counts: Any, bits: Any) -> Any:
 
 @_inner
 def _tabulate(bits: Any, longest: Any, codes: Any, pairs: Any) -> None:
-    """Fill tables: an entry has a code from its top bit down, and its length in the low bits."""
+    """Fill the tables; an entry has a code in its top bits, and the length in its low bits."""
     code = 0
     used = np.empty(256, np.int64)
     n = 0
@@ -213,7 +213,7 @@ def _tabulate(bits: Any, longest: Any, codes: Any, pairs: Any) -> None:
 
 @_inner
 def _store_weights(bits: Any, longest: Any, out: Any, at: Any) -> Any:
-    """Write the weights at `out[at]`; return where they end, or 0 if zstd cannot read them."""
+    """Write the weights to `out[at:]`; return the end offset, or 0 if zstd cannot read them."""
     last = 255
     while not bits[last]:
         last -= 1
@@ -259,10 +259,10 @@ def _store_weights(bits: Any, longest: Any, out: Any, at: Any) -> Any:
 def _store_stream(
     plane: Any, words: Any, start: Any, stop: Any, codes: Any, pairs: Any, out: Any, at: Any
 ) -> Any:
-    """Write codes of the bytes from last to first; return where they end, or 0 without room.
+    """Write the codes of the bytes, last byte first; return the end offset, 0 if out of space.
 
-    `out` has a 64-bit word at each address. The top `held` bits of `kept` are still to be written;
-    the lower bits mean nothing.
+    `out` has a 64-bit word at each address. The top `held` bits of `kept` are not written yet; its
+    lower bits are undefined.
     """
     kept, held, here, room = _U64(0), _U64(0), _U64(at), _U64(out.size - _SPILL)
     # Unsigned numbers throughout: numba counts a negative index from the end.
@@ -368,7 +368,7 @@ def _store(plane: Any, words: Any, out: Any, out_words: Any, counted: Any, pairs
 
 
 class _PairTables(threading.local):
-    """Memory of one thread for tables over pairs of bytes: 768 KiB, touched in part."""
+    """Memory of one thread for tables over pairs of bytes: 768 KiB, only partly touched."""
 
     def __init__(self) -> None:
         self.counted = np.zeros(1 << 16, np.uint32)
@@ -379,9 +379,9 @@ _tables = _PairTables()
 
 
 def store_codes(plane: Bytes, out: Bytes) -> int:
-    """Write a frame at the beginning of `out`; return its length, or 0 to leave it to zstd.
+    """Write a frame to the start of `out`; return its length, or 0 if zstd must write it.
 
-    Leaves planes to zstd that repeat one byte, that hardly get smaller, or whose code cannot be
+    Returns 0 for a plane that is small, repeats one byte or hardly shrinks, or whose code cannot be
     stored this way. May change `out` after the frame.
     """
     if plane.size < LEAST_BYTES or out.size < LEAST_BYTES:

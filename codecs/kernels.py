@@ -1,7 +1,7 @@
-"""The loops of codecs: compiled by numba where it is installed, else in numpy.
+"""The inner loops of codecs, compiled by numba if it is installed, else in numpy.
 
-`kernels` returns one of two tables. Both give the same results, except that numpy leaves Huffman
-codes to zstd.
+`kernels` returns one of two tables. Both give the same results, except that with numpy zstd writes
+the Huffman codes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The loops, by name; `PLAIN` has them in numpy.
+    """A table of the loops. `PLAIN` has the numpy loops.
 
     Attributes:
-        subtract: Writes the differences of elements from older ones, in zigzag order.
+        subtract: Writes the differences between new and old elements, in zigzag order.
         add: Reverses `subtract`.
-        split_block: Writes the planes of a block, as `plain.split_block`.
-        join_block: Writes a block from its planes.
-        scatter: Writes values to some places, and zero elsewhere, as `plain.scatter`.
-        store_codes: Writes a zstd frame of Huffman codes; returns its length, or 0 to leave the
-            frame to zstd.
+        split_block: Splits a block into planes; see `plain.split_block`.
+        join_block: Reverses `split_block`.
+        scatter: Writes values to selected bytes, and zeros elsewhere; see `plain.scatter`.
+        store_codes: Writes a zstd frame of Huffman codes; returns its length, or 0 if zstd must
+            write the frame.
     """
 
     subtract: Callable[[Elements, Elements, Elements], None]
@@ -55,7 +55,7 @@ PLAIN = Kernels(
 @cache
 @installed_only()
 def kernels() -> Kernels:
-    """Return the compiled loops if numba is installed, else those of numpy."""
+    """Return the compiled loops if numba is installed, else the numpy loops."""
     try:
         from penstock.codecs import compiled  # noqa: PLC0415 - numba is an extra
     except ImportError:

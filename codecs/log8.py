@@ -1,13 +1,13 @@
-"""The `log8` codec: positive floats as 8-bit steps of their logarithm, by blocks. Lossy.
+"""The `log8` codec, which stores positive floats as 8-bit logarithms relative to a block. Lossy.
 
-It is made for second moments (Adam's `exp_avg_sq`). Their relative error counts, and they must not
-become zero: an update is divided by their root.
+It is made for second moments (Adam's `exp_avg_sq`). For them the relative error counts, and they
+must not become zero, since an update is divided by their root.
 
-A block of 256 elements is stored as its smallest and largest nonzero numbers, and each element as
-one of 255 equal steps of the logarithm between these. Only zero has the code 0. The logarithm is a
-fixed-point number: the exponent's bits, and the middle of one of 4096 cells that a table gives for
-the upper bits of the mantissa. The table is made of integer square roots, and the rest is integer
-arithmetic too, so a frame decodes to the same bits on every machine.
+A frame stores the smallest and largest nonzero numbers of each block of 256 elements, and each
+element as one of 255 equal steps of the logarithm between these. Only zero has the code 0. The
+logarithm is a fixed-point number: the exponent's bits, and the middle of one of 4096 cells that a
+table gives for the upper bits of the mantissa. Decoding uses integers only, even for the square
+roots in the table, so a frame decodes to the same bits on every machine.
 
 A frame of n elements (as float32) in b = ceil(n / 256) blocks has:
 
@@ -15,12 +15,12 @@ A frame of n elements (as float32) in b = ceil(n / 256) blocks has:
     4 b bytes   bits of its largest number
     n bytes     codes
 
-An element of code q > 0 has the logarithm log(low) + (q - 1) step. It becomes low or high if its
-cell is theirs or beyond, else the number in the middle of the cell. With R = log(high) - log(low),
-step is max(1, ceil(R / 254)), but 2049 instead of 2048.
+An element of code q > 0 has the logarithm log(low) + (q - 1) step. It decodes to low or high if its
+cell is at or beyond theirs, else to the number in the middle of its cell. With
+R = log(high) - log(low), step is max(1, ceil(R / 254)), but 2049 instead of 2048.
 
-A second pass does not change rounded numbers: the step nearest to the middle of a cell is the one
-that led there, or is in the same cell.
+A second pass does not change rounded numbers: the step nearest to the middle of a cell is either
+the step that the number had before, or is in the same cell.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ _memory = _BatchMemory()
 class Log8Codec(Codec):
     """Stores positive floats in 8 bits, with about the same relative error across a block.
 
-    Denormal numbers are less exact. Zero stays zero, and nothing else becomes zero. A second pass
-    does not change rounded numbers. A chunk with a negative number (-0.0 is one), an infinity or
-    NaN is not a second moment: the codec declines it, so it is stored as it is.
+    Denormal numbers are less exact. Zero stays zero, and no other number becomes zero. A second
+    pass does not change rounded numbers. The codec declines a chunk with a negative number (even
+    -0.0), an infinity or NaN, since it cannot be a second moment.
     """
 
     name: ClassVar[str] = "log8"
@@ -87,13 +87,13 @@ class Log8Codec(Codec):
     lossless: ClassVar[bool] = False
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return what two-byte elements need; four-byte elements are half as many."""
+        """Return the frame length for two-byte elements, since larger elements need less."""
         return _frame_length(raw_length // 2)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline all but second moments."""
+        """See `Codec.encode`. Declines a chunk that cannot be a second moment."""
         source, target = flat_view(chunk), flat_view(out)
         itemsize = _DTYPES.get(context.dtype)
         if itemsize is None or itemsize != context.itemsize or source.nbytes % itemsize:
@@ -119,7 +119,7 @@ class Log8Codec(Codec):
         return length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         source, target = flat_view(frame), flat_view(out)
         itemsize = _DTYPES.get(context.dtype)
         if itemsize is None or itemsize != context.itemsize or target.nbytes % itemsize:
@@ -148,7 +148,7 @@ def _frame_length(count: int) -> int:
 
 
 def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint8]]:
-    """Return the smallest and largest bit patterns of the blocks, and the codes, of a frame."""
+    """Return a frame's smallest and largest bit patterns, one per block, and its codes."""
     blocks = -(-count // _BLOCK)
     heads = np.frombuffer(frame[: 8 * blocks], "<u4")
     return heads[:blocks], heads[blocks:], np.frombuffer(frame[8 * blocks :], np.uint8)
@@ -156,9 +156,9 @@ def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Words, Words]:
-    """Return the logarithm by a mantissa's top bits, and the mantissa by the logarithm's cell.
+    """Return two tables: mantissa's top bits to logarithm, and logarithm's cell to mantissa.
 
-    Both have 23 bits. An entry is for the middle of the numbers that share it.
+    Entries have 23 bits. Each is exact for the middle of the numbers that share it.
     """
     one = 1 << _PRECISION
     root = 2 * one
@@ -182,7 +182,7 @@ def _tables() -> tuple[Words, Words]:
 def _through(
     table: Words, shift: int, numbers: Words, indices: NDArray[np.intp], out: Words
 ) -> None:
-    """Write `numbers` with mantissas from the table to `out`; overwrites `numbers`."""
+    """Write `numbers` to `out`, with each mantissa looked up in `table`; overwrites `numbers`."""
     np.bitwise_and(numbers, np.uint32(_MANTISSA), out=out)
     np.right_shift(out, np.uint32(shift), out=out)
     np.copyto(indices, out)
@@ -197,7 +197,7 @@ def _logarithms(bits: Words, indices: NDArray[np.intp], out: Words) -> None:
 
 
 def _scale(lows: Words, highs: Words) -> tuple[Words, Words, Words]:
-    """Return the logarithms of the ends of the blocks, and the steps between codes."""
+    """Return the logarithms of each block's smallest and largest number, and its step."""
     ends = []
     for bits in (lows, highs):
         ends.append(np.empty(len(bits), np.uint32))
@@ -208,7 +208,7 @@ def _scale(lows: Words, highs: Words) -> tuple[Words, Words, Words]:
 
 
 def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) -> None:
-    """Write the codes of whole blocks, without the padding of the last block."""
+    """Encode whole blocks; writes no codes for the padding of the last block."""
     count = len(bits)
     less, floats, whole = _memory.less[:count], _memory.floats[:count], _memory.codes[:count]
     np.subtract(bits, np.uint32(1), out=less)  # zero becomes the largest number
@@ -232,7 +232,7 @@ def _encode(bits: Words, lows: Words, highs: Words, codes: NDArray[np.uint8]) ->
 
 
 def _decode(codes: NDArray[np.uint8], lows: Words, highs: Words, bits: Words) -> None:
-    """Write the bits of whole blocks; bits after the last code mean nothing."""
+    """Decode whole blocks into `bits`; the bits after the last code are undefined."""
     count = len(bits)
     less = _memory.less[:count]
     flat = less.reshape(-1)

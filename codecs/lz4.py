@@ -1,6 +1,6 @@
-"""The `lz4` codec: LZ4 blocks, each at most 4 MiB raw, each after its stored length.
+"""The `lz4` codec, which stores LZ4 blocks of at most 4 MiB raw data.
 
-For each 4 MiB of the chunk in order, a frame has the length of the block as a little-endian
+For each 4 MiB of the chunk, in order, a frame has the block's stored length as a little-endian
 32-bit number, then the block (LZ4 block format, without the size that some libraries prepend).
 The frame of an empty chunk is empty.
 """
@@ -28,8 +28,8 @@ class Lz4Config(PluginConfig):
     """Options of the `lz4` codec.
 
     Attributes:
-        acceleration: 1 gives the smallest frames; more is faster, and larger.
-        level: 1 to 12 use the slow "high compression" mode instead, which decodes as fast.
+        acceleration: 1 gives the smallest frames; higher values are faster and compress less.
+        level: 1 to 12 use the slow "high compression" mode instead; decoding stays as fast.
     """
 
     acceleration: int = Field(default=1, ge=1, le=65537)
@@ -44,7 +44,7 @@ class Lz4Config(PluginConfig):
 
 
 class Lz4Codec(Codec):
-    """Encodes a chunk into LZ4 blocks: fast, for data with repetitions."""
+    """Encodes a chunk into LZ4 blocks. Fast, and useful for repetitive data."""
 
     name: ClassVar[str] = "lz4"
     version: ClassVar[int] = 1
@@ -60,12 +60,12 @@ class Lz4Codec(Codec):
             self._options = {"mode": "high_compression", "compression": config.level}
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the sum of `LZ4_COMPRESSBOUND` and the stored length of each piece."""
+        """Return `LZ4_COMPRESSBOUND` plus the length field, summed over all blocks."""
         pieces = -(-raw_length // PIECE_BYTES)
         return raw_length + raw_length // 255 + (16 + _HEAD.size) * pieces
 
     def encode(self, chunk: memoryview, out: memoryview, /, *, context: CodecContext) -> int:
-        """Encode a chunk as `Codec.encode`."""
+        """See `Codec.encode`."""
         del context
         source, target = flat_view(chunk), flat_view(out)
         length = 0
@@ -82,7 +82,7 @@ class Lz4Codec(Codec):
         return length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         del context
         source, target = flat_view(frame), flat_view(out)
         at = 0

@@ -1,12 +1,12 @@
-"""The loops of codecs in numpy.
+"""The inner loops of codecs in numpy.
 
-They work on whole blocks that fit into the L2 cache, and write into memory that their thread
-reuses: numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
+They work on blocks that fit into the L2 cache, and write into memory that their thread reuses:
+numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
 
-The top 16 bits of an element become two planes of bytes. The first plane of floats holds the
-exponent, which compresses: the 8 bits below the sign. (In float16 the last three are mantissa; the
-last three exponent bits of float64 are in the other plane.) The second plane holds the next 7 bits
-and the sign, which seldom compress. The bits below stay together, or become one plane per byte.
+The top 16 bits of an element become two planes of bytes. For floats the first plane holds the 8
+bits below the sign, the exponent, which compress. (In float16 the last three are mantissa bits; in
+float64 the last three exponent bits are in the second plane.) The second plane holds the next 7
+bits and the sign, which seldom compress. The lower bits become one plane, or one plane per byte.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     Elements: TypeAlias = NDArray[np.unsignedinteger]
 
 BLOCK_ELEMENTS = 256 << 10
-"""The maximum elements of a block."""
+"""Maximum elements per block."""
 
 _SUBTRACTED = 64 << 10  # elements that are compared at once
 
 
 class Halves(IntEnum):
-    """How the top 16 bits of a block's elements, minus the prediction, are split."""
+    """How to split the top 16 bits of a block's elements, minus the prediction, into two planes."""
 
     SIGNED = 0
-    """Floats of both signs: 8 bits below the sign; then the sign and the next 7."""
+    """Floats of both signs: the 8 bits below the sign, then the sign and the next 7 bits."""
     UNSIGNED = 1
     """Floats whose sign bit is zero: the second plane has the next 7 bits."""
     INTEGER = 2
-    """Two bytes as they are. Nothing is predicted."""
+    """Two plain bytes, without a prediction."""
     NEAR = 3
-    """Differences of -2**13 to 2**13 - 1 from the prediction: 8 bits, and the 6 lowest.
+    """Differences of -2**13 to 2**13 - 1 from the prediction: the upper 8 bits, then the lowest 6.
 
     Such differences have few distinct exponents. Huffman codes take whole bits, so they waste less
-    on symbols that hold one bit more: 8.7 instead of 9.0 bits for second moments.
+    on symbols with one more bit: 8.7 instead of 9.0 bits for second moments.
     """
 
 
 UNUSED_BITS = {Halves.UNSIGNED: 1, Halves.NEAR: 2}
-"""Bits that are zero in each byte of the second plane, from the top."""
+"""Number of zero top bits in each byte of the second plane."""
 
 
 class _PlaneMemory(threading.local):
@@ -100,15 +100,15 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
     """Write the planes of `block`.
 
     Args:
-        block: Elements of 2, 4 or 8 bytes; left as they are.
+        block: Elements of 2, 4 or 8 bytes; not changed.
         planes: Receive the parts of each element, from the top. They have the length of `block`,
             and may begin at any address; none is `top`, `one`, `two` or `word` of `scratch`.
         kind: How to split the top 16 bits.
-        grid: The prediction to subtract from the top 16 bits, from the block's first element; or
-            None.
+        grid: The prediction to subtract from the top 16 bits, starting at the block's first
+            element; None for no prediction.
 
     Returns:
-        Whether `kind` can split the elements. If not, the contents of `planes` mean nothing.
+        Whether `kind` can split the elements. If not, the contents of `planes` are undefined.
     """
     n, shift = len(block), 8 * block.itemsize - 16
     word = scratch.word.view(block.dtype)[:n]
@@ -152,7 +152,7 @@ def _split_top(top: Words, planes: list[Elements], kind: Halves, grid: Grid | No
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """Reverse `split_block`: write the elements into `block`."""
+    """Reverse `split_block` into `block`."""
     n, shift = len(block), 8 * block.itemsize - 16
     if not shift:
         _join_top(planes, kind, grid, block)
@@ -191,11 +191,11 @@ def _join_top(planes: list[Elements], kind: Halves, grid: Grid | None, top: Elem
 
 
 def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
-    """Write `values` to the bytes of `plane` whose bits are set in `used`, and zero elsewhere.
+    """Write `values` to the bytes of `plane` whose bit in `used` is set, and zeros elsewhere.
 
     Args:
-        used: One bit for each byte, the highest of a byte first.
-        values: One for each set bit, and one more.
+        used: One bit for each byte of `plane`, the highest bit first.
+        values: One byte for each set bit, and one more byte.
         plane: Receives the bytes.
     """
     plane.fill(0)
@@ -203,6 +203,6 @@ def scatter(used: Bytes, values: Bytes, plane: Bytes) -> None:
 
 
 def store_codes(plane: Bytes, out: Bytes) -> int:
-    """Write nothing, and return 0, which leaves the frame to zstd."""
+    """Return 0 and write no frame, so that zstd writes it."""
     del plane, out
     return 0

@@ -1,4 +1,4 @@
-"""Samples of chunks, for codecs' decisions."""
+"""Samples of chunks, which codecs use to decide how to encode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RUNS = 64
 
 
 def sampled(elements: int, run: int) -> NDArray[np.intp]:
-    """Return the indices of sampled elements: all if few, else 64 runs of `run` elements."""
+    """Return the indices of 64 evenly spaced runs of `run` elements, or of all if there are few."""
     if elements <= _RUNS * run:
         return np.arange(elements)
     starts = np.linspace(0, elements - run, _RUNS).astype(np.intp)
@@ -21,10 +21,10 @@ def sampled(elements: int, run: int) -> NDArray[np.intp]:
 
 
 def entropy_bits(sample: NDArray[np.uint8], *, biased: bool = False) -> float:
-    """Return the order-0 entropy of the source of `sample`, in bits per byte.
+    """Return the order-0 entropy of the data from which `sample` was taken, in bits per byte.
 
-    A small sample looks less random than its source (Miller and Madow, 1954). This is corrected
-    unless `biased`: comparing two samples of one size needs no correction.
+    A small sample looks less random than its source (Miller and Madow, 1954). The result corrects
+    this unless `biased`; a comparison of two samples of the same size needs no correction.
     """
     counts = np.bincount(sample.reshape(-1), minlength=256)
     counts = counts[counts > 0]

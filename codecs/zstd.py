@@ -1,4 +1,4 @@
-"""The `zstd` codec: one ordinary zstd frame per chunk, with its content size, no dictionary."""
+"""The `zstd` codec: one standard zstd frame per chunk, with content size, without dictionary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ZstdConfig(PluginConfig):
     """Options of the `zstd` codec.
 
     Attributes:
-        level: 1 (fast) to 22 (small); negative levels are faster still.
+        level: 1 (fast) to 22 (small); negative levels are even faster.
     """
 
     level: int = Field(default=3, ge=-131072, le=22)
@@ -57,7 +57,7 @@ class ZstdCodec(Codec):
     Config: ClassVar[type[PluginConfig]] = ZstdConfig
 
     def __init__(self, config: ZstdConfig, /) -> None:
-        """Create the codec from its options; contexts of zstd are created per thread."""
+        """Create the codec from its options. Each thread creates its own zstd contexts."""
         super().__init__(config)
         self._level = config.level
         # A context serves one thread at a time. Making one costs more than a small chunk: one per
@@ -65,12 +65,12 @@ class ZstdCodec(Codec):
         self._local = _PerThread()
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return `ZSTD_COMPRESSBOUND`."""
+        """Return `ZSTD_COMPRESSBOUND` of `raw_length`."""
         small = max(0, (128 << 10) - raw_length)
         return raw_length + (raw_length >> 8) + (small >> 11)
 
     def encode(self, chunk: memoryview, out: memoryview, /, *, context: CodecContext) -> int:
-        """Encode a chunk as `Codec.encode`."""
+        """See `Codec.encode`."""
         del context
         source, target = flat_view(chunk), flat_view(out)
         compressor = self._local.compressor or zstandard.ZstdCompressor(self._level)
@@ -84,7 +84,7 @@ class ZstdCodec(Codec):
         return length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         del context
         source, target = flat_view(frame), flat_view(out)
         decompressor = self._local.decompressor or zstandard.ZstdDecompressor()
@@ -99,9 +99,9 @@ def decode_frame(
     """Fill `target` from `source`, which is one frame with its content size.
 
     Raises:
-        CodecError: `source` is not such a frame, or holds another length. Do not use
+        CodecError: `source` is not such a frame, or has another content size. Do not use
             `decompressor` again.
-        MemoryError: zstd got no memory; the frame may be valid.
+        MemoryError: zstd could not allocate memory; the frame may be valid.
     """
     try:
         _check_frame(source, target.nbytes)
@@ -139,8 +139,8 @@ def _decode(
 ) -> None:
     """Decode a frame that `_check_frame` accepted.
 
-    zstd decodes a complete frame straight into an output with room for it: it allocates no window,
-    and refuses a frame that holds more or less than its header says.
+    zstd decodes a complete frame directly into an output of sufficient size. It allocates no
+    window, and refuses a frame whose content disagrees with the content size in its header.
     """
     with decompressor.stream_reader(source) as reader:
         length = reader.readinto(target or bytearray(1))
@@ -153,11 +153,11 @@ def _decode(
 
 
 def _check_frame(source: memoryview, raw_length: int) -> None:
-    """Refuse a frame whose header disagrees with the chunk, or that does not fill `source`.
+    """Check that the frame's header agrees with the chunk, and that the frame fills `source`.
 
     Raises:
-        CodecError: The frame has another content size, a dictionary or a window that the chunk
-            does not need; or it is truncated, or bytes follow it.
+        CodecError: The frame has another content size, a dictionary, or a window that the chunk
+            does not need. Or it is truncated, or bytes follow it.
         ZstdError: `source` does not begin with a frame.
     """
     parameters = zstandard.get_frame_parameters(source)
@@ -190,9 +190,9 @@ def _check_frame(source: memoryview, raw_length: int) -> None:
 
 
 def _frame_end(source: memoryview, parameters: zstandard.FrameParameters) -> int:
-    """Return the end of the frame, by its block headers; beyond `source` if it is truncated.
+    """Return the frame's end offset from its block headers; past `source` if it is truncated.
 
-    The library's reader does not report how much of its input it used, so it accepts bytes after
+    The library's reader does not report how much of its input it read, so it accepts bytes after
     the frame. 16 MiB have 130 to 260 blocks, which take less than 0.1 ms.
     """
     position = zstandard.frame_header_size(source)

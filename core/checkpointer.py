@@ -1,4 +1,4 @@
-"""The facade: saves, restores and keeps the checkpoints of one run.
+"""The facade, which saves, restores and deletes the checkpoints of one run.
 
 Tested in `tests/integration/lifecycle/test_lifecycle.py`.
 """
@@ -35,9 +35,11 @@ from penstock.core.reporting.events import DeleteEvent, EventStream, PruneEvent
 from penstock.core.restore.earlier import EarlierReader
 from penstock.core.save.metadata import check_metadata
 from penstock.core.save.saver import Saver
+from penstock.core.schedule.scheduler import Scheduler
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
+from penstock.core.tree.select import Selection
 from penstock.core.types import show_value, valid_step
 
 if TYPE_CHECKING:
@@ -66,9 +68,10 @@ log = logging.getLogger("penstock")
 
 
 class Checkpointer:
-    """Saves and restores the state of one run under one storage root. A context manager.
+    """Saves and restores the state of one run under one storage root.
 
-    Use it from one thread (the training loop's); handles may be used from any.
+    It is a context manager. Use it from one thread, the training loop's. Any thread may use a save
+    handle.
     """
 
     def __init__(
@@ -84,23 +87,22 @@ class Checkpointer:
         """Open the run at `backend` (path, URL, mapping, `BackendConfig` or `Backend`).
 
         Args:
-            backend: The place of the checkpoints. The caller closes a `Backend` instance.
-            registry: Finds providers, codecs and backends; default: those that are installed.
-                `Registry.register` adds other classes to a registry.
+            backend: The storage of the checkpoints. The caller closes a `Backend` instance.
+            registry: Finds providers, codecs and backends; default: the installed ones. Call
+                `Registry.register` to add others.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
-                and `PruneEvent`; for saves mostly on background threads. Its exceptions are logged,
-                not raised.
+                and `PruneEvent`. Background threads report most save events. Its exceptions are
+                logged, not raised.
             group: The process group of torch.distributed whose ranks save together, or a list of
-                their numbers in the job; default: the default group, if it is initialized.
-            name: The name under which the ranks of the job meet, the same on all of them. Without a
-                name the n-th checkpointers that the ranks use belong together. So a checkpointer
-                that a rank leaves out, or that fails there before its first use, shifts all later
-                ones. With a name other checkpointers do not matter. In one process only one open
-                checkpointer may have a name; after it is closed, the name is free again.
+                their global ranks; default: the default group, if it is initialized.
+            name: The name under which the ranks of the job meet, the same on every rank. Unnamed
+                checkpointers are matched by order of first use: if one rank skips a checkpointer,
+                or fails before its first use, all its later ones are matched wrongly. Two open
+                checkpointers of a process cannot have the same name.
             options: Any field of `CheckpointerConfig` except `backend`.
 
         Raises:
-            ConfigError: An option is unknown or wrong; the nearest valid name is given.
+            ConfigError: An option is unknown or wrong. The message suggests the nearest valid name.
             StorageError: The root cannot be used.
         """
         config = load_config({**options, "backend": backend})
@@ -151,6 +153,7 @@ class Checkpointer:
             has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
+        self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
             self._backend,
             self._catalog,
@@ -161,6 +164,7 @@ class Checkpointer:
             tiers=self._drains,
             earlier=EarlierReader(registry),
             ranks=self._ranks,
+            on_report=self._scheduler.reported,
         )
         self._log = RunLog(
             TimeLimitedBackend(store, self._workers, config.io_timeout_s, limit_writes=True),
@@ -183,7 +187,7 @@ class Checkpointer:
         """Open a run from a `.toml`, `.yaml` or `.json` file, or a mapping.
 
         Args:
-            source: The file, in which `${NAME}` is filled from the environment, or a mapping.
+            source: The file or mapping. In a file, environment variables replace `${NAME}`.
             registry: As for the constructor.
             on_event: As for the constructor.
 
@@ -218,64 +222,87 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save `state` as the checkpoint of `step`.
 
-        With `"async"` the whole state is captured when the call returns, and may change. With
-        `"lazy"` the state of optimizers in the tree is captured in the background until the next
-        `Optimizer.step()`. With `"blocking"` the checkpoint is durable when the call returns.
+        With `"async"`, the whole state is captured when the call returns, and may then change. With
+        `"lazy"`, tensors that only an optimizer changes are captured in the background, and the
+        next `Optimizer.step()` waits for them. With `"blocking"`, the checkpoint is durable when
+        the call returns.
 
         Args:
             state: The state tree, a dict.
-            step: Above `latest()`, unless `overwrite`.
-            mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's.
-            metadata: JSON-like, with strings as keys; goes into the commit record. Scalars of
-                numpy and torch become plain numbers.
-            overwrite: Replace the checkpoint of this step by a new generation.
+            step: The step. It must be above `latest()` unless `overwrite` is set.
+            mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's mode.
+            metadata: A JSON-like mapping with string keys, stored in the commit record. numpy and
+                torch scalars become plain numbers.
+            overwrite: Whether to replace a checkpoint of this step by a new generation.
             on_progress: Called with a `Progress` about ten times per second until the save ends, on
                 a separate thread that the save does not wait for. Its exceptions are logged, not
                 raised.
 
         Returns:
-            The handle of the save; with `on_busy="skip"` the save may be `skipped`.
+            The handle of the save. With `on_busy="skip"` the save may be `skipped`.
 
         Raises:
             StepExistsError: The step, or a later step, is committed.
-            UnsupportedStateError: Something in the tree cannot be stored; names its path.
-            BusyError: Another save is in flight and `on_busy="raise"`; or the caller is a signal
+            UnsupportedStateError: An object in the tree cannot be stored; names its path.
+            BusyError: Another save is in flight and `on_busy="raise"`. Or the caller is a signal
                 handler that interrupted a save before its capture began.
-            PenstockError: The save itself failed (blocking), or an earlier save failed in the
-                background and its error was not seen yet; then this save has started anyway.
+            PenstockError: A blocking save failed. Or an earlier background save failed and its
+                error was not seen yet; this save has started anyway.
         """
         called = time.monotonic()
         self._check_may_save()
-        handle = self._saver.save(
-            state,
-            step,
-            mode=mode,
-            metadata=metadata,
-            overwrite=overwrite,
-            on_progress=on_progress,
-            called=called,
-        )
-        job = self._saver.job
-        if job is not None and job.handle is handle:
-            self._log.begin_after_save(job, state)
-        elif handle.skipped:
-            self._log.recorder.skipped(state, handle.step)
+        with self._scheduler.measuring():
+            handle = self._saver.save(
+                state,
+                step,
+                mode=mode,
+                metadata=metadata,
+                overwrite=overwrite,
+                on_progress=on_progress,
+                called=called,
+            )
+            job = self._saver.job
+            if job is not None and job.handle is handle:
+                self._log.begin_after_save(job, state)
+            elif handle.skipped:
+                self._log.recorder.skipped(state, handle.step)
         return handle
 
+    def due(self, step: int) -> bool:
+        """Return whether to save now: `if ckpt.due(step): ckpt.save(state, step)`.
+
+        Call it once per step, on all ranks. The option `schedule` sets the interval. With
+        `every="auto"` the first call returns True; then rank 0 decides by the time of a step and
+        of the newest save. All ranks save at the same steps, without collectives. A rank that is
+        ahead of rank 0 may wait for its decision.
+
+        Args:
+            step: The step, ascending.
+
+        Raises:
+            RankError: Rank 0 has not reached this step for `rank_timeout_s`.
+            CoordinationError: The store of the job cannot be reached.
+            ConfigError: There are several ranks, and this one cannot find the others.
+        """
+        self._check_may_save()
+        return self._scheduler.is_due(
+            valid_step(step), self._ranks.of_save, self._saver.pending.is_over
+        )
+
     def log(self, state: Mapping[str, Any], step: int) -> bool:
-        """Log what the optimizers of `state` did since the last call of `save` or `log`.
+        """Log the optimizer steps on `state` since the last call of `save` or `log`.
 
-        A restore replays the log onto the checkpoint before it, bit for bit, so a crash loses at
-        most one step. An entry has the gradients, and whatever no optimizer changes: buffers,
-        random state, schedulers, loaders. Call it after each step of the optimizers and before
-        `zero_grad`. Encoding and writing happen in the background.
+        A restore loads the last checkpoint and replays its log, bit for bit, so a crash loses at
+        most one step. An entry has the gradients, and all state that no optimizer changes: buffers,
+        random state, schedulers, loaders. Call `log` after each step of the optimizers and before
+        `zero_grad`. Background threads encode and write the entries.
 
-        What cannot be replayed exactly ends the log with a warning; training continues, and the
-        next save begins a new log.
+        If a step cannot be replayed exactly, the log ends with a warning. Training continues, and
+        the next save begins a new log.
 
         Args:
             state: As for `save`.
-            step: Above the last saved or logged step.
+            step: The step. It must be above the last saved or logged step.
 
         Returns:
             Whether the step will be logged.
@@ -286,7 +313,8 @@ class Checkpointer:
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
         """
         self._check_may_save()
-        return self._log.log(state, step)
+        with self._scheduler.measuring(log=True):
+            return self._log.log(state, step)
 
     def check(
         self,
@@ -299,18 +327,18 @@ class Checkpointer:
     ) -> CheckReport:
         """Describe and plan a save of `state` without writing anything.
 
-        Call it once before training: it raises those errors of the first save that show without
-        writing, and gets the memory for copies as `prepare` does. Each rank may call it alone.
+        Call it once before training. It raises every error of the first save that can be found
+        without writing, and allocates memory as `prepare` does. Any rank may call it alone.
 
         Args:
             state: As for `save`.
-            step: As for `save`; None does not look at the committed steps.
+            step: As for `save`; None skips the comparison with committed steps.
             mode: As for `save`.
             metadata: As for `save`.
             overwrite: As for `save`.
 
         Raises:
-            UnsupportedStateError: Something in the tree cannot be stored; names its path.
+            UnsupportedStateError: An object in the tree cannot be stored; names its path.
             StepExistsError: The step, or a later step, is committed.
             ConfigError: `mode`, `step` or `metadata` is wrong.
             StorageError: The root cannot be written.
@@ -319,25 +347,25 @@ class Checkpointer:
         return self._saver.check(state, step, mode=mode, metadata=metadata, overwrite=overwrite)
 
     def prepare(self, state: Mapping[str, Any], *, mode: str | None = None) -> None:
-        """Get the memory for copies of `state`, in the background, before the first save needs it.
+        """Allocate the memory for copies of `state` in the background, before the first save.
 
-        Copies into memory that a process has never written run at a tenth of the speed, so the
-        first background save would block training that much longer. `check`, and a `restore` with
-        an optimizer, do the same. Does nothing for blocking saves, which copy nothing.
+        Copies into memory that the process has never written run at a tenth of the speed, so the
+        first background save would block training that much longer. `check`, and a `restore` of an
+        optimizer, also allocate it. Blocking saves copy nothing and need no preparation.
 
         Args:
             state: As for `save`.
             mode: As for `save`.
 
         Raises:
-            UnsupportedStateError: Something in the tree cannot be stored; names its path.
+            UnsupportedStateError: An object in the tree cannot be stored; names its path.
             ConfigError: `mode` is wrong.
         """
         self._check_may_save()
         self._saver.prepare(state, mode=mode)
 
     def fence(self, timeout: float | None = None) -> None:
-        """Wait until every pending capture is complete: then deferred tensors may change.
+        """Wait until every pending capture is complete, so that deferred tensors may change.
 
         Raises:
             FenceTimeoutError: A capture is still pending after `timeout` seconds; the save
@@ -346,7 +374,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.fence(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.fence(timeout)
         self._saver.pending.raise_unseen()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -358,7 +387,8 @@ class Checkpointer:
             PenstockError: A background save failed, and its error was not seen yet.
         """
         self._check_open()
-        self._saver.pending.wait(timeout)
+        with self._scheduler.measuring():
+            self._saver.pending.wait(timeout)
         self._saver.pending.raise_unseen()
 
     def restore(  # noqa: PLR0913 - options, each by name
@@ -376,37 +406,38 @@ class Checkpointer:
     ) -> RestoreReport:
         """Restore a checkpoint into the live objects of `state`, in place.
 
-        All ranks of a job make the same call. Each restores the objects of its template from the
-        checkpoint that rank 0 has chosen; all return, or all raise.
+        All ranks of a job must make the same call. Each restores the objects of its template from
+        the checkpoint that rank 0 chooses. Either all ranks return or all raise.
 
         Args:
             state: The template, a dict of the objects to restore.
             step: A step, or `"latest"`.
             include: Globs of paths to restore; default: all. Only selected objects are read.
-            exclude: Globs of paths to leave alone.
-            strict: Whether a path that the checkpoint lacks, another shape, or other groups of an
-                optimizer are an error. If not, such objects stay as they are and are listed in the
-                report (`missing`, `mismatched`), with the optimizer's state of parameters of
-                another shape, and the options of groups that differ. Another kind, or a dtype that
-                `cast` does not accept, is always an error.
-            cast: Whether to convert stored floats, rounded to nearest even, if the template has a
-                tensor of another float dtype. The report lists them (`cast`). Without it they are
-                an error; an optimizer's state then takes the stored dtype.
-            rename: A mapping of stored prefixes to prefixes of the template, or a function of shown
-                paths; see `Rename`.
-            on_damage: `"raise"`, or `"fallback"`: take the newest whole checkpoint instead.
-            on_progress: Called with a `Progress` about ten times per second, never twice at once:
-                on the caller's thread when a phase begins, on a thread of the engine while bytes
+            exclude: Globs of paths to skip.
+            strict: Whether missing paths, different shapes and different optimizer groups are
+                errors. If False, such objects keep their values. The optimizer also keeps its state
+                of parameters with a different shape, and its options of groups that differ. The
+                report lists all of these (`missing`, `mismatched`). A different kind, or a dtype
+                that `cast` does not accept, is always an error.
+            cast: Whether to convert stored floats to the template's float dtype, rounded to nearest
+                even. The report lists converted tensors (`cast`). If False, a different dtype is
+                an error, except that optimizer state takes the stored dtype.
+            rename: A mapping from stored prefixes to prefixes of the template, or a function of
+                shown paths; see `Rename`.
+            on_damage: `"raise"`, or `"fallback"` to take the newest whole checkpoint instead.
+            on_progress: Called with a `Progress` about ten times per second, one call at a time.
+                The caller's thread calls it when a phase begins, and an engine thread while bytes
                 are read. Reading waits for it. Its exceptions are logged, not raised.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            RankError: Another rank failed, died or made no progress; names it.
+            RankError: Another rank failed, died or made no progress; names the rank.
             RestoreMismatchError: Template and checkpoint differ; lists every difference.
             DamagedError: Stored bytes differ from the written bytes; names the paths.
             SelectionError: A pattern matches nothing.
         """
         called = time.monotonic()
+        include, exclude = _listed(include), _listed(exclude)
         self._check_open()
         self._saver.distrust()  # damage may be found, or be the reason for the restore
         self._end_save_of_ranks()
@@ -427,8 +458,10 @@ class Checkpointer:
             self._saver.restored_from = report.step
             return report
 
-        whole = include is None and exclude is None and rename is None
-        report = self._log.restore(state, step, restore, whole=whole)
+        selection = partial(Selection, include, exclude) if rename is None else None
+        report = self._log.restore(state, step, restore, selection=selection)
+        if include is None and exclude is None and rename is None:
+            self._scheduler.restored(report)
         if report.matched_by is not None:  # an optimizer: training continues, and will be saved
             self._saver.expect(report.bytes_needed)
         return report
@@ -436,8 +469,8 @@ class Checkpointer:
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest checkpoint into `state` if there is one; return the next step.
 
-        Made for `for step in range(ckpt.resume(state), steps)`, a loop that saves as `step`. All
-        ranks of a job make the same call; all restore the same checkpoint, or all begin.
+        Use it as `for step in range(ckpt.resume(state), steps)`, in a loop that saves under `step`.
+        All ranks of a job must make the same call. All restore the same checkpoint, or none does.
 
         Args:
             state: The template, as for `restore`. Without a checkpoint it stays as it is.
@@ -446,7 +479,7 @@ class Checkpointer:
             The step after the restored one; 0 if there is no checkpoint.
 
         Raises:
-            PenstockError: As for `restore`: a checkpoint that cannot be restored is not skipped.
+            PenstockError: As for `restore`. A checkpoint that cannot be restored is not skipped.
         """
         try:
             return self.restore(state).step + 1
@@ -469,17 +502,17 @@ class Checkpointer:
     ) -> Any:
         """Load a checkpoint, or a part of it, without a template.
 
-        All ranks of a job make the same call, and get the same checkpoint; each may call `open`
-        alone.
+        All ranks of a job must make the same call, and get the same checkpoint. To read on one rank
+        alone, use `open`.
 
         Args:
             step: A step, or `"latest"`.
             include: Globs of paths to load; default: all. Only selected objects are read.
-            exclude: Globs of paths to leave out.
+            exclude: Globs of paths to skip.
             device: The device of the tensors; default: the CPU.
-            named_optimizers: Whether the state of an optimizer has the names of parameters, for
-                `set_optimizer_state_dict` of `torch.distributed.checkpoint`; default: numbers, for
-                the optimizer's own `load_state_dict`.
+            named_optimizers: Whether to key optimizer state by parameter name, for
+                `set_optimizer_state_dict` of `torch.distributed.checkpoint`; default: by number,
+                for the optimizer's own `load_state_dict`.
             on_damage: As for `restore`.
             on_progress: As for `restore`.
 
@@ -507,25 +540,25 @@ class Checkpointer:
             )
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending; damaged ones included."""
+        """Return the committed steps, ascending, including damaged ones."""
         self._check_open()
         return self._catalog.steps()
 
     def latest(self) -> int | None:
-        """Return the newest step that is saved or logged; None if there is none.
+        """Return the newest saved or logged step; None if there is none.
 
         Raises:
-            DamagedError: Its commit record cannot be read.
+            DamagedError: The commit record of the newest saved step cannot be read.
         """
         self._check_open()
         return self._log.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """Return the facts from the commit record of `step`, and the notes on it."""
+        """Return the contents of the commit record and the notes of `step`."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
-        """Return a read-only view of one checkpoint, which reads lazily."""
+        """Return a lazy, read-only view of one checkpoint."""
         self._check_open()
         with self._log.noting(step):
             return self._reader.open(step)
@@ -538,18 +571,19 @@ class Checkpointer:
         repair: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> VerifyReport:
-        """Read a checkpoint and compare all checksums; reports all damage, not only the first.
+        """Read a checkpoint, compare all checksums and report all damage.
 
         Args:
             step: A step, or `"latest"`.
-            deep: Read and decode every frame; else only the manifest and the blobs' sizes.
-            repair: With tiers, replace damaged copies from a good copy, which is read and compared
-                first. `report.ok` is then whether every copy is whole in the end.
+            deep: Whether to read and decode every frame. If False, only the manifest and the sizes
+                of the blobs are checked.
+            repair: With tiers, whether to replace each damaged copy from a good copy, which is
+                verified first. Then `report.ok` means that every copy is whole at the end.
             on_progress: As for `restore`.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
-            DamagedError: Its commit record cannot be read in any tier.
+            DamagedError: No tier has a readable commit record of the step.
             ConfigError: `repair` is set, but the run has no tiers, or this is not rank 0.
         """
         self._check_open()
@@ -564,9 +598,9 @@ class Checkpointer:
     def annotate(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Add metadata to a committed checkpoint, such as a metric that is known only later.
 
-        Existing keys get the new values; `info(step).metadata` has all keys. If the save of this
-        step is still in flight, the call waits for its commit. This is no collective: any rank may
-        call it; rank 0 writes, and on all others nothing happens.
+        New values replace those of existing keys; `info(step).metadata` has all keys. If the save
+        of this step is in flight, the call waits for its commit. It is not a collective: any rank
+        may call it. Only rank 0 writes.
 
         Args:
             step: The step.
@@ -576,18 +610,19 @@ class Checkpointer:
             CheckpointNotFoundError: There is no such step, or it was deleted meanwhile.
             ConfigError: `metadata` cannot be stored, or there are too many annotations.
             DamagedError: The commit record of the step cannot be read.
-            StorageError: A place failed, and may lack the metadata: call it again.
+            StorageError: A store failed and may lack the metadata. Call `annotate` again.
         """
         self._note(step, check_metadata(metadata), {})
 
     def pin(self, step: int, tag: str) -> None:
-        """Tag a checkpoint: retention deletes no tagged checkpoint.
+        """Tag a checkpoint, so that retention does not delete it.
 
-        `delete`, `rewind` and an overwrite still do. As with `annotate`, any rank may call it.
+        `delete`, `rewind` and an overwrite still delete it. Any rank may call `pin`, as with
+        `annotate`.
 
         Args:
             step: The step.
-            tag: 1 to 64 of `A-Z a-z 0-9 . _ -`. A checkpoint may have several.
+            tag: 1 to 64 characters of `A-Z a-z 0-9 . _ -`. A checkpoint may have several tags.
 
         Raises:
             CheckpointNotFoundError: There is no such step, or it is being deleted.
@@ -597,7 +632,7 @@ class Checkpointer:
         self._note(step, {}, {check_tag(tag): True})
 
     def unpin(self, step: int, tag: str) -> None:
-        """Remove a tag from a checkpoint, whether or not the checkpoint has it.
+        """Remove a tag from a checkpoint, or do nothing if the checkpoint lacks it.
 
         Args:
             step: The step.
@@ -609,7 +644,7 @@ class Checkpointer:
         self._note(step, {}, {check_tag(tag): False})
 
     def delete(self, step: int) -> None:
-        """Delete one checkpoint: its record first, durably, then its data."""
+        """Delete one checkpoint: first its commit record, durably, then its data."""
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
@@ -634,13 +669,13 @@ class Checkpointer:
         return gone
 
     def prune(self, *, dry_run: bool = False, everything: bool = False) -> PruneReport:
-        """Delete the data that no checkpoint and no save in flight can need any more.
+        """Delete the data that no checkpoint and no save in flight can need.
 
         Args:
             dry_run: Report the data that would be deleted, and delete nothing.
             everything: Also delete the data of a run without a single commit record, and attempts
-                that lack only their commit record. By default these stay: they may be a copy of the
-                run in flight, which writes the data first.
+                that lack only their commit record. By default both stay, because the run may be a
+                copy in flight that writes its data first.
         """
         self._check_open()
         own = [self._saver.job.uid] if self._saver.job is not None else []
@@ -658,25 +693,25 @@ class Checkpointer:
         dry_run: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> CompactReport:
-        """Rewrite checkpoints that borrow blobs, as a new generation that borrows nothing.
+        """Rewrite each checkpoint that borrows blobs as a new generation that borrows none.
 
-        Each has the same step, objects, metadata and codecs as before, and restores to the same
-        bits. Blobs that no checkpoint borrows any more are freed. A crash at any moment leaves
-        every step whole. With tiers the compacted checkpoints are in the last tier.
+        Each keeps its step, objects, metadata and codecs, and restores to the same bits. Blobs that
+        no checkpoint borrows any more are freed. A crash at any moment leaves every step whole.
+        With tiers the compacted checkpoints are in the last tier.
 
         Args:
-            steps: The steps; steps that borrow nothing are skipped. By default the steps that keep
-                blobs of deleted checkpoints in use, and the steps that borrow from these.
+            steps: The steps to compact; steps that borrow nothing are skipped. Default: the steps
+                that keep blobs of deleted checkpoints in use, and the steps that borrow from these.
             everything: Without `steps`, compact every checkpoint that borrows.
             dry_run: Report the bytes that would be freed or used, and change nothing.
-            on_progress: As for `save`; for one checkpoint after the other.
+            on_progress: As for `save`; reports one checkpoint at a time.
 
         Raises:
             ConfigError: `steps` are not steps, or are given together with `everything`.
             CheckpointNotFoundError: One of the steps does not exist; nothing was changed.
             CheckpointGoneError: A step was deleted or overwritten while it was compacted.
             DamagedError: Stored bytes differ from the written bytes; that step is unchanged.
-            PenstockError: As for `save`. Steps before the failed step are compacted.
+            PenstockError: As for `save`. All steps before the failed step are compacted.
         """
         self._check_may_save()
         chosen_steps = None if steps is None else _valid_steps(steps)
@@ -704,13 +739,13 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the pending save, then release all resources. Idempotent.
 
-        With tiers it also waits until every checkpoint is copied, or the remaining copies keep
-        failing; with several ranks, every rank waits for the copies of rank 0.
+        With tiers, `close` also waits until every checkpoint is copied, or the remaining copies
+        keep failing. With several ranks, every rank waits for the copies of rank 0.
 
         Raises:
             SaveError: The call is in a callback that the pending save waits for.
-            PenstockError: A background save failed, and its error was not seen yet. Not raised
-                while another exception propagates.
+            PenstockError: A background save failed, and its error was not seen yet. It is not
+                raised while another exception propagates.
         """
         if self._closed or self._closing:
             return
@@ -792,9 +827,9 @@ class Checkpointer:
             raise SaverClosedError(msg)
 
     def _end_save_of_ranks(self) -> None:
-        """Wait for the pending save of several ranks; its errors are raised later.
+        """Wait for the pending save of several ranks; a later call raises its errors.
 
-        A rank can be in only one round at a time: others cannot see a rank in two rounds at once.
+        A rank can be in only one round at a time, because other ranks look for it in only one.
         """
         if self._ranks.of_restore() is not None:
             self._saver.pending.wait(None)
@@ -804,8 +839,13 @@ class Checkpointer:
             log.log(logging.WARNING if first else logging.INFO, "%s", obstacle)
 
 
+def _listed(patterns: str | Iterable[str] | None) -> str | list[str] | None:
+    """Return patterns that can be read twice."""
+    return patterns if patterns is None or isinstance(patterns, str) else [*patterns]
+
+
 def _warn_of_read_only(backend: TimeLimitedBackend) -> None:
-    """Warn if every save will fail; reading still works."""
+    """Log a warning if the backend cannot be written, since every save will fail."""
     try:
         backend.check_writable()
     except StorageError as error:
@@ -822,7 +862,7 @@ def _valid_steps(steps: object) -> list[int]:
     """Return `steps` as integers.
 
     Raises:
-        ConfigError: They are not a collection of steps.
+        ConfigError: `steps` is not a collection of steps.
     """
     if isinstance(steps, str) or not isinstance(steps, Iterable):
         msg = f"steps must be a list such as [100, 200], not {show_value(steps)}"
@@ -833,7 +873,7 @@ def _valid_steps(steps: object) -> list[int]:
 def _for_another_process(
     config: CheckpointerConfig, registry: Registry, backend: Backend
 ) -> str | dict[str, Any] | None:
-    """Return the configuration from which another process can open the same tiers, if any."""
+    """Return a configuration with which another process can open the tiers; None if none can."""
     # Another process does not have plugins that were registered in this process only.
     everywhere = registry is default_registry() and not registry.has_own
     spec = portable(config.backend) if everywhere else None

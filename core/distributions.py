@@ -1,10 +1,10 @@
-"""Finds what is installed: entry points and modules, except those of the working directory.
+"""Finds installed entry points and modules, except those of the working directory.
 
-With `-c`, `-m` or a session, Python looks for modules in the working directory, even after the
-session changes it. A downloaded run could contain a distribution, or a module with the name of one
-of Penstock's dependencies. Its code would run in every process that reads the run.
+With `-c`, `-m` or an interactive session, Python looks for modules in the working directory, even
+after the session changes it. A downloaded run could contain a distribution, or a module with the
+name of one of Penstock's dependencies. Its code would run in every process that reads the run.
 
-Imported together with `penstock`, so it imports almost nothing that Python has not loaded yet.
+`penstock` imports this module at once, so it imports almost nothing that Python has not loaded yet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def installed(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group; if a distribution is found twice, the first counts."""
+    """Return the entry points of a group, from the first copy of each distribution."""
     with installed_only():
         import importlib.metadata  # noqa: PLC0415 - 20 ms
         import re  # noqa: PLC0415 - comes with it
@@ -42,8 +42,8 @@ def installed(group: str) -> list[EntryPoint]:
 def installed_only() -> Iterator[None]:
     """Let imports of this thread find modules only where distributions are installed.
 
-    For imports by Penstock and its plugins while a checkpoint is read. Does not affect imports of
-    other threads, or modules that are already loaded.
+    Penstock and its plugins import this way while they read a checkpoint. It does not affect
+    imports of other threads, or modules that are already loaded.
     """
     outer = _thread.search_path
     _thread.search_path = _search_path()
@@ -69,12 +69,12 @@ def _find_installed(
     path: Sequence[str] | None = None,
     target: ModuleType | None = None,
 ) -> ModuleSpec | None:
-    """Do the same as Python's finder, but look in other folders within `installed_only`.
+    """Find a module as Python's finder does; within `installed_only`, search only its folders.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
-    finder in front of Python's finder could not keep it from searching the working directory. A
-    replacement would hide Python's finder from packages that look for it in `sys.meta_path`, to put
-    their own in front of it (typeguard, jaxtyping) or to replace it (importlib_metadata).
+    finder before Python's could not keep Python's from searching the working directory. A
+    replacement would hide Python's from packages that look for it in `sys.meta_path`, to insert a
+    finder before it (typeguard, jaxtyping) or to replace it (importlib_metadata).
     """
     spec: ModuleSpec | None
     spec = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)
@@ -85,7 +85,7 @@ PathFinder.find_spec = classmethod(_find_installed)  # type: ignore[method-assig
 
 
 def _search_path() -> list[str]:
-    """Return `sys.path` without the working directory, unless it was put there on purpose."""
+    """Return `sys.path` without the working directory, unless the user put it there on purpose."""
     here = {folder for folder in (_began_in, _working_directory()) if folder is not None}
     every: Sequence[object] = sys.path  # programs put paths of other types there
     path = [p for p in every if isinstance(p, str)]  # Python ignores others

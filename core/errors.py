@@ -1,6 +1,7 @@
-"""One tree of errors. Every message says what failed, on which path or blob, and what to do.
+"""The tree of errors. Every message says what failed, on which path or blob, and what to do.
 
-All of them pickle (they cross processes): arguments are passed to `Exception.__init__` in order.
+Errors pickle, because they cross processes: each passes its arguments, in order, to
+`Exception.__init__`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError):
-    """A configuration, URL or option is wrong; nothing was touched."""
+    """A configuration, URL or option is wrong; nothing was changed."""
 
 
 class PluginError(PenstockError):
     """A provider, codec or backend could not be found, loaded or used.
 
-    The message names its distribution.
+    The message names the plugin's distribution.
     """
 
 
@@ -59,15 +60,15 @@ class StepExistsError(SaveError):
 
 
 class BusyError(SaveError):
-    """Another save is under way and `on_busy="raise"`, or another copy of the same checkpoint."""
+    """Another save is in flight and `on_busy="raise"`, or the checkpoint is being copied."""
 
 
 class SaveSkippedError(SaveError):
-    """This save did not start because another was under way and `on_busy="skip"`."""
+    """This save did not start because another was in flight and `on_busy="skip"`."""
 
 
 class SaveAbortedError(SaveError):
-    """The save was given up on purpose (fence timeout, restore, close)."""
+    """The save was aborted on purpose (fence timeout, restore, close)."""
 
 
 class SaverClosedError(SaveError):
@@ -75,15 +76,15 @@ class SaverClosedError(SaveError):
 
 
 class LostRaceError(SaveError):
-    """Another process published the same step and generation first; it won."""
+    """Another process published the same step and generation first."""
 
 
 class NotDrainedError(SaveError):
-    """The checkpoint is whole in a faster tier, but not (yet) copied to the durable tier."""
+    """The checkpoint is whole in a faster tier, but has not reached the durable tier."""
 
 
 class CommitUnknownError(SaveError):
-    """The answer to the publish was lost: the checkpoint may or may not exist.
+    """The store's reply to the publish was lost: the checkpoint may or may not exist.
 
     None of its data is deleted; check `steps()` later.
     """
@@ -101,7 +102,7 @@ class BlobNotFoundError(StorageError):
 
 
 class BlobExistsError(StorageError):
-    """An exclusive publish, or a create, found the name taken."""
+    """An exclusive publish or a create failed because the name exists."""
 
 
 class BlobTruncatedError(StorageError):
@@ -117,11 +118,11 @@ class StorageTimeoutError(StorageError):
 
 
 class UnsyncedError(StorageError):
-    """A blob or record exists, but may not survive a power cut: making it durable failed."""
+    """A blob or record exists, but may not survive a power cut, because its sync failed."""
 
 
 class WrongPlaceError(StorageError):
-    """A tier is not the place used with the run's other tiers so far: is it not mounted?"""
+    """A tier is not the place that the run has used so far; perhaps it is not mounted."""
 
 
 class CapabilityError(StorageError):
@@ -136,14 +137,14 @@ class CheckpointNotFoundError(PenstockError):
 
 
 class CheckpointGoneError(CheckpointNotFoundError):
-    """The checkpoint was deleted while it was being read."""
+    """The checkpoint was deleted or overwritten while it was in use."""
 
 
 class DamagedError(PenstockError):
-    """Stored bytes are not what was written; no wrong values are returned.
+    """Stored bytes differ from the written bytes; no wrong values are returned.
 
     Attributes:
-        damaged: Shown paths (`model/wte.weight`) or record names that are damaged.
+        damaged: The damaged paths (`model/wte.weight`) or record names.
     """
 
     def __init__(self, message: str, damaged: Sequence[str] = ()) -> None:
@@ -155,7 +156,7 @@ class DamagedError(PenstockError):
 
 
 class FormatError(DamagedError):
-    """A record cannot be decoded, or has a version that this Penstock does not know."""
+    """A record cannot be decoded, or its version is unknown to this version of Penstock."""
 
 
 class RestoreMismatchError(PenstockError):
@@ -182,9 +183,9 @@ class RankError(SaveError, RestoreError):
     Raised on every rank that did not fail itself.
 
     Attributes:
-        rank: The number of the rank at fault.
+        rank: The number of the failed rank.
         host: The name of its host; empty if unknown.
-        cause: The error of that rank, or how its lack of progress was noticed.
+        cause: The error of that rank, or how its lack of progress was detected.
     """
 
     def __init__(self, message: str, rank: int = -1, host: str = "", cause: str = "") -> None:
@@ -198,9 +199,9 @@ class RankError(SaveError, RestoreError):
 
 
 class CoordinationError(SaveError, RestoreError):
-    """The store of the job cannot be reached; the requested call may have happened.
+    """The store of the job cannot be reached; it may still have executed the request.
 
-    Without torchrun the store lives in the process of rank 0, and ends with it.
+    Without torchrun the store runs in the process of rank 0, and ends with it.
     """
 
 
@@ -209,4 +210,7 @@ class CodecError(PenstockError):
 
 
 class FenceTimeoutError(SaveAbortedError):
-    """A pending capture was not complete in time, so its save was aborted."""
+    """A pending capture was not complete in time.
+
+    `Checkpointer.fence` lets the save continue; an automatic fence aborts it.
+    """

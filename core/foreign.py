@@ -1,4 +1,4 @@
-"""Errors of third parties' code: notes on their origin, and their text in one of ours.
+"""Errors of third-party code: notes on their origin, and their text for our own messages.
 
 Tested in `tests/integration/faults/test_foreign_errors.py`.
 """
@@ -20,13 +20,13 @@ _GROUPS = ("penstock.providers", "penstock.codecs", "penstock.backends")
 
 
 def is_foreign(instance: object) -> bool:
-    """Return whether the class of a plugin is a third party's."""
+    """Return whether a third party wrote the class of a plugin."""
     return type(instance).__module__.split(".")[0] != _OURS
 
 
 @contextmanager
 def noting_origin(whence: Callable[[], str]) -> Iterator[None]:
-    """Add a note with the origin to any error that is not Penstock's; the nearest comes first."""
+    """Note the origin on each error that is not Penstock's; inner blocks add their notes first."""
     try:
         yield
     except PenstockError:
@@ -37,7 +37,7 @@ def noting_origin(whence: Callable[[], str]) -> Iterator[None]:
 
 
 def note_origin(error: BaseException, whence: str) -> None:
-    """Add a note with the origin to an error that is not Penstock's, as `noting_origin` does."""
+    """Note the origin, once, on an error that is not Penstock's."""
     note = _MARK + whence
     if not isinstance(error, PenstockError) and note not in getattr(error, "__notes__", []):
         error.add_note(note)  # only once, though a kept error may be raised again
@@ -45,7 +45,7 @@ def note_origin(error: BaseException, whence: str) -> None:
 
 @contextmanager
 def memory_permitting(name: str) -> Iterator[None]:
-    """Turn a MemoryError while the record `name` is read into an error that reports no damage.
+    """Turn a MemoryError from reading the record `name` into an error that reports no damage.
 
     Raises:
         RestoreError: There was too little memory.
@@ -61,7 +61,7 @@ def memory_permitting(name: str) -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """Return class, text and origin of an error, for the message of a Penstock error."""
+    """Return the class, text and origin of an error, for the message of a Penstock error."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     notes: list[str] = getattr(error, "__notes__", [])
     origin = ", ".join(n.removeprefix(_MARK) for n in notes if n.startswith(_MARK))
@@ -69,9 +69,9 @@ def said(error: BaseException) -> str:
 
 
 def shipped_by(kind: type) -> str:
-    """Return `module.Class`, with the distribution and version that it was installed with, if any.
+    """Return `module.Class`, with the name and version of its distribution if known.
 
-    Searches the installed distributions, which takes some ms: only for errors.
+    Searches the installed distributions, which takes some ms, so it is for errors only.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     target = f"{kind.__module__}:{kind.__qualname__}"

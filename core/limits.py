@@ -7,7 +7,7 @@ stores anything, since no reader would accept it. `docs/format.md` lists the lim
 from __future__ import annotations
 
 MAX_INT = (1 << 62) - 1
-"""No count, offset, dimension or step is larger, so sums of two never surprise other readers."""
+"""Largest count, offset, dimension or step, so that a sum of two fits into 64 bits everywhere."""
 
 # -- state trees ----------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ METADATA_LIMIT_BYTES = 16 << 20
 """Most bytes of the user's metadata, as JSON."""
 
 NOTE_LIMIT_BYTES = 64 << 10
-"""Larger notes are not written, and are refused unread."""
+"""Most bytes of a note; readers refuse a larger one unread."""
 
 MAX_NOTES = 1000
 """Most notes that a writer adds to a checkpoint: each takes a read wherever it is listed."""
@@ -48,12 +48,12 @@ MAX_NOTES = 1000
 # -- codecs and blobs -----------------------------------------------------------------------------
 
 MAX_CHUNK_BYTES = 1 << 30
-"""Most raw bytes of a chunk: what a reader must be ready to hold at once."""
+"""Most raw bytes of a chunk, which a reader must be able to hold in memory."""
 
 MIN_CHUNK_BYTES = 2048
 """A saver cuts no smaller chunks out of an object, except the first and the last.
 
-A chunk is whole pages, minus a rest if elements have an odd size.
+A chunk is whole pages, less a remainder if the element size does not divide a page.
 """
 
 SPARE_CHUNKS = 16
@@ -73,7 +73,7 @@ MAX_LINKS = 64
 # -- records --------------------------------------------------------------------------------------
 
 RECORD_LIMIT_BYTES = 64 << 20
-"""Larger commit records and intents are refused unread."""
+"""Most bytes of a commit record or an intent; readers refuse a larger one unread."""
 
 MAX_GROUPS = 16
 """A section with more top-level keys does not list them in the head."""
@@ -86,7 +86,7 @@ MAX_STORED_FRAME_BYTES = MAX_FRAME_BYTES + (1 << 20)
 
 MAX_RATIO = 256
 RATIO_FREE_BYTES = 16 << 20
-"""A part may decompress to this much, or to `MAX_RATIO` times its stored bytes.
+"""A part may decompress to this many bytes, or to `MAX_RATIO` times its stored bytes.
 
 Decoded JSON takes up to 24 times its text, so a few stored kilobytes could ask for gigabytes.
 """
@@ -105,7 +105,7 @@ MAX_INDEX_HEAD_BYTES = 64 << 20
 
 FEW_KEYS = 256
 MAX_STEPS = 128
-"""Most steps, on average, to a slot for a key of a set or dict with more than `FEW_KEYS` keys."""
+"""Most probe steps per key, on average, in a set or dict with more than `FEW_KEYS` keys."""
 
 
 def max_decompressed(stored_bytes: int) -> int:
@@ -119,7 +119,7 @@ def max_chunks(nbytes: int) -> int:
 
 
 def depth_of(value: object) -> int:
-    """Return the levels of containers in `value`; stops a little beyond `MAX_METADATA_DEPTH`.
+    """Return the depth of nested containers in `value`; stop just beyond `MAX_METADATA_DEPTH`.
 
     Does not recurse, so it ends for any value, even a value that contains itself.
     """

@@ -1,4 +1,4 @@
-"""Markers that users put into a state tree; providers describe the state that they mark."""
+"""Markers that users put into a state tree; providers describe the marked state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Rng:
     """The random state of this process: Python, numpy, torch, and every CUDA device in use.
 
-    Captured at `save`, set at `restore` (after everything else is in place).
+    `save` captures it. `restore` sets it last, after all other state.
     """
 
     __slots__ = ("__weakref__",)
@@ -35,17 +35,17 @@ class PerRank:
 
     Attributes:
         value: Anything that may be in a state tree.
-        index: The number of this value; default: the number of the rank. Ranks with the same index
-            store the same value, such as ranks that read the same data.
+        index: The index of this value; default: the rank. Ranks with the same index, such as those
+            that read the same data, must have the same value.
         count: The number of values; default: the number of ranks.
-        on_change: What a restore does if another number of values is stored: `"error"`; `"keep"`
-            the live value; or a function that takes a list of all stored values and returns the
-            value for this rank. If `value` has `load_state_dict`, the stored values are its states,
-            and it loads the state that the function returns.
+        on_change: What a restore does if the stored number of values differs: raise (`"error"`),
+            keep the live value (`"keep"`), or call a function with the list of all stored values,
+            which returns the value for this rank. If `value` has `load_state_dict`, the stored
+            values are its states, and it loads the state that the function returns.
 
     Raises:
         UnsupportedStateError: `index` is not in `range(count)`, only one of the two is given, or
-            `on_change` is none of these.
+            `on_change` is invalid.
     """
 
     value: Any
@@ -54,7 +54,7 @@ class PerRank:
     on_change: str | Callable[[list[Any]], Any] = "error"
 
     def __post_init__(self) -> None:
-        """Refuse an `index` or `count` that is not a place among ranks."""
+        """Check `index`, `count` and `on_change`."""
         has_both = self.index is not None and self.count is not None
         if has_both and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
             msg = f"penstock.PerRank has index={self.index} of count={self.count}"
@@ -69,16 +69,16 @@ class PerRank:
             raise UnsupportedStateError(msg)
 
     def place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """Return the number of this value on a rank, and the number of values."""
+        """Return the index of this value on a rank, and the number of values."""
         if self.index is None or self.count is None:
             return rank, world_size
         return self.index, self.count
 
 
 class Grads:
-    """The `.grad` of every parameter of `model`, for a save in the middle of accumulation.
+    """The `.grad` of every parameter of `model`, for a save during gradient accumulation.
 
-    On restore, parameters that had no gradient get None.
+    On restore, `.grad` becomes None for a parameter that was saved without a gradient.
     """
 
     __slots__ = ("__weakref__", "model")
@@ -92,23 +92,23 @@ class Grads:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Shard:
-    """A piece of a tensor that is cut by hand; this rank holds the piece as a separate tensor.
+    """A piece of a manually sharded tensor, which this rank holds as a separate tensor.
 
     All ranks put a piece under the same path, and together hold each element of the whole tensor.
-    `Shards` holds several pieces of one rank. The piece is a rectangle that starts at `offsets`, or
-    a range of the flattened tensor.
+    For several pieces on one rank, use `Shards`. The piece is a rectangle that starts at `offsets`,
+    or a range of the flattened tensor.
 
     Attributes:
         tensor: The elements of the piece, row-major; a tensor or array.
         global_shape: Shape of the whole tensor.
         offsets: The start of the rectangle in each dimension, in elements.
         replica: `(i, n)`: this rank is the `i`-th, from 0, of `n` ranks that hold this piece.
-        flat_range: `(start, stop)`, in place of `offsets`: the piece is elements `[start, stop)` of
-            the whole tensor, counted row by row, as in a flat buffer.
+        flat_range: `(start, stop)`, instead of `offsets`: the piece is elements `[start, stop)` of
+            the whole tensor in row-major order.
 
     Raises:
-        UnsupportedStateError: The piece is not within the whole tensor, the tensor has another
-            number of elements, the tensor is distributed, or `replica` is not a place among ranks.
+        UnsupportedStateError: The piece is not within the whole tensor, `tensor` has the wrong
+            number of elements or is a DTensor, or `replica` is invalid.
     """
 
     tensor: Any
@@ -118,7 +118,7 @@ class Shard:
     flat_range: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Accept any sequences of integers; refuse values that do not fit together."""
+        """Convert sequences to tuples of integers, and check that all fields agree."""
         shape = _integers("global_shape", self.global_shape)
         replica = _integers("replica", self.replica)
         if hasattr(self.tensor, "placements"):
@@ -149,7 +149,7 @@ class Shard:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The rectangles that this rank holds: one for `offsets`, none if the piece is empty."""
+        """The rectangles of the piece: one for `offsets`, none for an empty piece."""
         if not math.prod(self.global_shape):
             return (Region.whole(self.global_shape),)  # no elements, so every piece is the whole
         if self.flat_range is not None:
@@ -160,7 +160,7 @@ class Shard:
 
     @property
     def place(self) -> Replica:
-        """The place of this rank among the ranks that hold the piece; their numbers are unknown."""
+        """The place of this rank among the ranks with this piece; their numbers are unknown."""
         return Replica(*self.replica)
 
 
@@ -172,7 +172,7 @@ class Shards:
     hold each element of the whole tensor.
 
     Attributes:
-        pieces: The pieces, at least one, in any order. All have the same dtype, device, global
+        pieces: The pieces, at least one, in any order. All must have the same dtype, device, global
             shape and `replica`.
 
     Raises:
@@ -183,7 +183,7 @@ class Shards:
     pieces: Sequence[Shard]
 
     def __post_init__(self) -> None:
-        """Refuse pieces that do not go together."""
+        """Check that the pieces belong to one tensor and do not overlap."""
         pieces = tuple(self.pieces)
         if not pieces or not all(isinstance(piece, Shard) for piece in pieces):
             names = sorted({type(piece).__name__ for piece in pieces}) or "nothing"
@@ -219,7 +219,7 @@ _TRAITS: Mapping[str, Callable[[Shard], object]] = {
 
 
 def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
-    """Return two rectangles that have an element in common; None if no two have."""
+    """Return two rectangles that overlap; None if no two do."""
     ordered = sorted(regions, key=lambda region: region.offsets)
     for number, low in enumerate(ordered):
         for high in islice(ordered, number + 1, None):
@@ -235,24 +235,25 @@ def _overlap(regions: Iterable[Region]) -> tuple[Region, Region] | None:
 class Leaves:
     """Some leaves of a subtree, each a separate object; other ranks may have the rest.
 
-    Without it a dict or list of plain values is one value, which a rank has as a whole. It is
-    stored as the dicts and lists that hold the leaves. It can only be saved: a restore needs those
-    dicts and lists in its place.
+    Without `Leaves`, a dict or list of plain values is one value, which ranks cannot split. The
+    checkpoint stores the dicts and lists that hold the leaves. `Leaves` can only be saved: a
+    template needs those dicts and lists in its place.
 
     Attributes:
-        items: The leaves of this rank by path, a tuple: a string is a dict key, a number a list
-            index.
+        items: The leaves of this rank by path. A path is a tuple of dict keys (strings) and list
+            indices (integers).
         lengths: The lengths of the lists, by path, the same on all ranks.
 
     Raises:
-        UnsupportedStateError: A path is not such a tuple, or leads through a list without a length.
+        UnsupportedStateError: A path is not such a tuple, or an index is not below the list's
+            length in `lengths`.
     """
 
     items: Mapping[tuple[str | int, ...], Any]
     lengths: Mapping[tuple[str | int, ...], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse paths that lead nowhere."""
+        """Check each path against `lengths`."""
         for path in self.items:
             if type(path) is not tuple or not {str, int}.issuperset(map(type, path)):
                 msg = f"penstock.Leaves has the path {path!r}: it takes tuples of keys and numbers"
@@ -269,20 +270,21 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Streamed:
-    """A tensor whose bytes a save gets from a function, piece by piece, instead of from memory.
+    """A tensor whose bytes a save reads from a function, piece by piece, instead of from memory.
 
-    For state in a file: the save needs its staging memory, not memory for the tensor. It is stored
-    as a tensor. It can only be saved: a restore needs a tensor in its place.
+    Use it for state in a file: the save needs staging memory, but no memory for the whole tensor.
+    The checkpoint stores an ordinary tensor. `Streamed` can only be saved: a template needs a
+    tensor in its place.
 
     Attributes:
         dtype: The name of a torch dtype, such as `"bfloat16"`.
         shape: The shape of the tensor.
         read: Called as `read(start, out)` to fill all of `out`, a writable memoryview of bytes,
-            with the tensor's row-major bytes starting at byte `start`. Both are whole elements. It
-            may run on another thread, and an exception in it fails the save.
+            with the tensor's row-major bytes from byte `start` on. `start` and the length of `out`
+            are multiples of the element size. Any thread may call it. An exception fails the save.
 
     Raises:
-        UnsupportedStateError: `shape` has something other than whole numbers of at least 0.
+        UnsupportedStateError: `shape` is not a sequence of whole numbers of at least 0.
     """
 
     dtype: str
@@ -290,7 +292,7 @@ class Streamed:
     read: Callable[[int, memoryview], object]
 
     def __post_init__(self) -> None:
-        """Accept any sequence of integers; refuse anything else."""
+        """Convert `shape` to a tuple of integers of at least 0."""
         try:
             shape = tuple(map(operator.index, self.shape))
         except TypeError:

@@ -59,7 +59,7 @@ _MOST_REPORTED = 16
 
 @dataclass(frozen=True, slots=True)
 class _RestoreTurn:
-    """The turn of this rank in a restore round of all ranks.
+    """A restore round that this rank takes part in.
 
     Attributes:
         group: The ranks.
@@ -92,13 +92,13 @@ class Reader:
         Args:
             backend: The backend of the run. Frames are read from the backend that it wraps: the
                 loader has its own watchdog.
-            config: Says whether pickles may be loaded, and how long a store may be stuck.
+            config: The configuration of the run.
             registry: Finds providers and codecs.
-            workers: The threads that verify and place.
-            events: Get an event for each restore, load and verification.
-            drains: Copies between the tiers of the backend; None if it is one place.
-            ranks: Returns the ranks that restore and load together; None if this process is alone.
-            has_log: Returns whether a log continues the checkpoint with a uid.
+            workers: The threads that verify and place data.
+            events: Receives an event for each restore, load and verification.
+            drains: Copies between the backend's tiers; None without tiers.
+            ranks: Returns the ranks that restore and load together, or None for a single process.
+            has_log: Returns whether the checkpoint with a uid has a log.
         """
         self._config = config
         self._registry = registry
@@ -108,6 +108,8 @@ class Reader:
         self._has_log = has_log
         self.logged = False
         """Whether rank 0 found a log of the checkpoint that the ranks restored last."""
+        self.session = ""
+        """Random digits of that restore, the same on all ranks."""
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
         # good copy. The next report lists them, and the good copies repair them.
@@ -141,7 +143,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
         called: float | None = None,
     ) -> RestoreReport:
-        """See `Checkpointer.restore`; `called` is its time on the monotonic clock, default now."""
+        """See `Checkpointer.restore`; `called` is the monotonic time of the call, default now."""
         round_ = self._begin_round(called)
         with _giving_up(round_):
             # Live objects are about to change, and another run's save may be capturing them.
@@ -187,7 +189,7 @@ class Reader:
         on_progress: Callable[[Progress], None] | None = None,
         called: float | None = None,
     ) -> Any:
-        """See `Checkpointer.load`; `called` is its time on the monotonic clock, default now."""
+        """See `Checkpointer.load`; `called` is the monotonic time of the call, default now."""
         round_ = self._begin_round(called)
         with _giving_up(round_):
             selection = Selection(include, exclude)
@@ -238,9 +240,9 @@ class Reader:
         )
 
     def _begin_round(self, called: float | None) -> _RestoreTurn | None:
-        """Return the turn of this rank in a restore round of all ranks; None if it is alone.
+        """Return the next restore round of all ranks; None for a single process.
 
-        Called before anything can fail: the number must be the same on all ranks.
+        Called before anything can fail, so that all ranks count the same rounds.
         """
         group = self._ranks()
         return None if group is None else _RestoreTurn(group, group.next_number(), called)
@@ -255,7 +257,7 @@ class Reader:
         round_: _RestoreTurn | None,
         templates: TemplatesOfRanks | None = None,
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
-        """Read a step, or with fallback the newest whole one, and emit events about the attempts.
+        """Read a step, or with fallback the newest whole step, and emit events for each attempt.
 
         Args:
             verb: `restore` or `load`.
@@ -263,7 +265,7 @@ class Reader:
             on_damage: As for the caller.
             attempt: Reads an open checkpoint.
             on_progress: As for the caller.
-            round_: The turn of this rank in a round of several; None if this process is alone.
+            round_: The round of all ranks; None for a single process.
             templates: The templates of the ranks, for a restore of several ranks.
 
         Returns:
@@ -326,7 +328,7 @@ class Reader:
         *,
         templates: TemplatesOfRanks | None,
     ) -> RestoreTogether[tuple[T, _Rescued]]:
-        """Return the part of this rank in a restore or load of all ranks."""
+        """Return this rank's side of a restore or load of all ranks."""
         return RestoreTogether(
             group,
             verb=verb,
@@ -346,7 +348,7 @@ class Reader:
         self, together: RestoreTogether[tuple[T, _Rescued]], turn: _RestoreTurn
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         result = together.run(turn.number, turn.called)
-        self.logged = together.logged
+        self.logged, self.session = together.logged, together.session
         for report in together.told.values():  # rank 0 repairs the damage that any rank reports
             self._rescued += [(name, tier) for name, tier in report["rescued"]]
         return result
@@ -412,7 +414,7 @@ class Reader:
 
 @contextmanager
 def _giving_up(round_: _RestoreTurn | None) -> Iterator[None]:
-    """Report an error in the block to the other ranks: it comes before this rank takes part."""
+    """Report an error in the block to the other ranks, which wait for this rank to join."""
     try:
         yield
     except BaseException as error:
@@ -432,4 +434,4 @@ def _note(rescued: list[tuple[str, str]], name: str, good: str) -> None:
 
 
 def _nothing(_uids: Collection[str]) -> None:
-    """Do nothing: without tiers no copy has to be withdrawn before a deletion."""
+    """Do nothing, since without tiers a deletion has no copies to withdraw."""

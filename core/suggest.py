@@ -15,7 +15,7 @@ _KNOWN = 30
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a hint for a message: the nearest candidates, else some; empty if there are none."""
+    """Return a hint for a message: the nearest candidates, else the first ones, if any."""
     names = sorted(candidates)
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     if near:
@@ -33,12 +33,12 @@ _SHOWN_CHARS = 200
 
 
 def cut(name: str) -> str:
-    """Shorten a path for a message: paths of a checkpoint may have any length."""
+    """Shorten a path for a message, since a checkpoint's paths may have any length."""
     return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first of `names`, and the number of the rest."""
+    """Return the first few of `names` as text, with the number of the rest."""
     more = len(names) - LISTED
     shown = ", ".join(cut(name) for name in names[:LISTED])
     return f"{shown} and {more} more" if more > 0 else shown

@@ -28,7 +28,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def seconds_of(text: str) -> float:
-    """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return its seconds.
+    """Parse a time such as `90s`, `30min`, `24h` or `7d`, and return it in seconds.
 
     Raises:
         ValueError: `text` is not such a time.
@@ -38,3 +38,11 @@ def seconds_of(text: str) -> float:
         msg = f"{text!r} is not a time such as 90s, 30min, 24h or 7d"
         raise ValueError(msg)
     return float(match[1]) * SECONDS[match[2]]
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time as people read it: `0.0123` as `12 ms`, `10800` as `3 h`."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    unit = [name for name in SECONDS if name and SECONDS[name] <= seconds][-1]
+    return f"{seconds / SECONDS[unit]:.3g} {unit}"

@@ -1,17 +1,17 @@
 """Adapters between Penstock and other tools: trainers, their files, and sinks for events.
 
-An integration imports only the public API of `penstock`, as a user's program does, and no other
-package of Penstock imports an integration. A trainer's adapter imports that trainer;
-an importer or exporter of files imports another tool when it is called.
+An integration imports only the public API of `penstock`, as a user's program does. No other package
+of Penstock imports an integration. An adapter imports its trainer at once. An importer or exporter
+of files imports another tool only when it is called.
 """
 
 from __future__ import annotations
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """Return the error of an adapter whose trainer is not installed; it names the extra to install.
+    """Return the error for a missing trainer, which names the extra to install.
 
-    An error for a package that the installed trainer needs is returned unchanged.
+    If the trainer is there but lacks a package that it needs, returns `error` unchanged.
     """
     if error.name != extra:
         return error

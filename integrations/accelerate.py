@@ -37,10 +37,10 @@ _warned: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 def state_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the state tree of all that `accelerator` has prepared or registered.
+    """Return the state tree of everything that `accelerator` has prepared or registered.
 
     It holds the models, optimizers and schedulers, the positions of the data loaders, the gradient
-    scaler, the objects of `register_for_checkpointing`, the place in gradient accumulation with
+    scaler, the objects of `register_for_checkpointing`, the position in gradient accumulation with
     this rank's gradients, and `penstock.Rng()`. Keys are `model`, `optimizer`, `scheduler`,
     `loader` and `custom`, with `_0`, `_1`, ... appended if there are several.
 
@@ -77,14 +77,14 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 def save_state(
     accelerator: Accelerator, ckpt: penstock.Checkpointer, step: int, **options: Any
 ) -> penstock.SaveHandle:
-    """Save the state of `accelerator`, in place of `accelerator.save_state`. All ranks call it.
+    """Save the state of `accelerator`, instead of `accelerator.save_state`. Call it on all ranks.
 
-    The first save logs a warning for each thing in the configuration that will not resume exactly.
+    The first save logs a warning for each setting that prevents an exact resume.
 
     Args:
         accelerator: As for `state_of`.
-        ckpt: Where to save.
-        step: The number of the checkpoint, which ascends.
+        ckpt: The checkpointer.
+        step: The step of the checkpoint, which must ascend.
         options: As for `Checkpointer.save`, such as `mode="lazy"` and `metadata={"loss": 2.1}`.
 
     Returns:
@@ -108,16 +108,16 @@ def load_state(
     step: int | str = "latest",
     **options: Any,
 ) -> int | None:
-    """Restore a state into `accelerator`, in place of `accelerator.load_state`. All ranks call it.
+    """Restore a state into `accelerator`, instead of `accelerator.load_state`.
 
-    Call it after `prepare` and `register_for_checkpointing`, and before the training loop, even if
-    there is nothing to restore yet. The next loop over a loader that was in the middle of an
-    epoch continues with the next batch, and `loader.iteration` is its epoch. The random state is
-    set again after that loader has drawn its first random numbers.
+    Call it on all ranks after `prepare` and `register_for_checkpointing`, and before the training
+    loop, even if there is nothing to restore yet. A loader that was saved in the middle of an epoch
+    continues with the next batch, and `loader.iteration` is that epoch. The random state is set
+    again after that loader draws its first random numbers.
 
     Args:
         accelerator: As for `state_of`.
-        ckpt: Where to restore from. It may be closed afterwards.
+        ckpt: The checkpointer. It may be closed afterwards.
         step: A step, or `"latest"`.
         options: As for `Checkpointer.restore`, such as `on_damage="fallback"`.
 
@@ -143,11 +143,11 @@ def load_state(
 
 
 class _Position:
-    """The position of a prepared loader. Sees each batch that accelerate fetches, one ahead.
+    """The position of a prepared loader, which watches each batch that accelerate fetches.
 
-    A loader that accelerate prepared is a generator function: it draws random numbers when the
-    first batch is fetched, and fetches a batch ahead. So a restored position needs two random
-    states: the one before the batch ahead, for a dataset that draws, then the saved one.
+    A loader that accelerate prepared draws random numbers when its first batch is fetched, and it
+    fetches one batch ahead. So a restored position needs two random states: the state before the
+    batch ahead, for a dataset that draws, and then the saved state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -172,7 +172,7 @@ class _Position:
 
     @staticmethod
     def of(loader: Any) -> _Position:
-        """Return the position of a loader, the same one each time."""
+        """Return a loader's position, which the first call makes."""
         return vars(loader).get("penstock_position") or _Position(loader)
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -214,7 +214,7 @@ class _Position:
         return getattr(self._base.batch_sampler, "batch_size", None)
 
     def resume(self, random_state: tuple[Any, ...]) -> None:
-        """Set the random states around the next batch that is fetched."""
+        """Schedule the random states to set around the next batch that is fetched."""
         if self._loaded is not None and self._loaded["batches"] is not None:
             before = [self._loaded["random"], *[None] * (self._group - 1)]
             self._due = [*([] if self._is_fed else before), random_state]
@@ -253,7 +253,7 @@ class _Position:
 
 
 class _Accumulated:
-    """The gradients of this rank between two steps of the optimizer; none right after a step."""
+    """This rank's gradients between two optimizer steps; empty right after a step."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -281,7 +281,7 @@ class _Accumulated:
 
 
 def _of_each_rank(position: _Position) -> penstock.PerRank:
-    """Return a marker with which another number of ranks begins the saved epoch again."""
+    """Return a `PerRank` that restarts the saved epoch if the number of ranks changes."""
 
     def begin_epoch(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         state = states[0]
@@ -303,7 +303,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _remarks(accelerator: Accelerator) -> Iterator[str]:
-    """Yield each setting that will not resume exactly, and what to do."""
+    """Yield each setting that prevents an exact resume, and the remedy."""
     for number, loader in enumerate(accelerator._dataloaders):
         sampler = _sampler_of(loader)
         if not hasattr(loader.base_dataloader, "state_dict"):

@@ -1,4 +1,4 @@
-"""Storage for `torch.distributed.checkpoint` (DCP): what it saves is a checkpoint of Penstock.
+"""Storage for `torch.distributed.checkpoint` (DCP) that saves checkpoints of Penstock.
 
 ```python
 dcp.save(state, checkpoint_id="runs/gpt/step-100", storage_writer=penstock.dcp.Writer())
@@ -71,7 +71,7 @@ _OF_FILES = frozenset(
 
 
 def run_and_step(url: str) -> tuple[str, int | None]:
-    """Return the run that a URL names, and the step if its last part is one."""
+    """Split a URL into the run and the step, which is None if the last part is not a step."""
     place, mark, query = url.partition("?")
     root, slash, name = place.rstrip("/").rpartition("/")
     match = _STEP.fullmatch(name)
@@ -81,7 +81,7 @@ def run_and_step(url: str) -> tuple[str, int | None]:
 
 
 class _Storage:
-    """The base of `Writer` and `Reader`: where the checkpoint is, and its options."""
+    """The base of `Writer` and `Reader`: the checkpoint's location and options."""
 
     def __init__(
         self,
@@ -102,21 +102,21 @@ class _Storage:
         self._group = dist.get_process_group_ranks(group) if is_group else group
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Set the place of the next save or load; None: the same as before."""
+        """Set the location of the next save or load; None keeps the current one."""
         if checkpoint_id is not None:
             self.checkpoint_id, self._step = checkpoint_id, None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: for an unusable place, Penstock raises an error that says why."""
+        """Return True, because Penstock itself reports why a location is unusable."""
         del checkpoint_id
         return True
 
     def _place(self) -> tuple[str, int | None]:
-        """Return the run, and the step in it if there is one.
+        """Return the run, and its step if one was given.
 
         Raises:
-            ConfigError: There is no place.
+            ConfigError: No location was given.
         """
         if self.checkpoint_id is None:
             msg = (
@@ -132,16 +132,16 @@ class Writer(_Storage, StorageWriter):
     """Saves for `dcp.save` and `dcp.async_save`; each call makes one checkpoint of Penstock.
 
     The last part of the URL, or of the `checkpoint_id`, may be the step: `runs/gpt/step-100` and
-    `runs/gpt/100` are step 100 of the run `runs/gpt`. Without a step it is step 0 of a run that
-    has no later step. An existing step is replaced, as in DCP.
+    `runs/gpt/100` are step 100 of the run `runs/gpt`. Without a step, it saves step 0 of a run that
+    must not have later steps. An existing step is replaced, as in DCP.
 
     Args:
         url: The run, or the run and a step; default: the `checkpoint_id` of each call.
         step: The step, if `url` is the run alone.
-        group: The process group that dcp gets as well, or the numbers of its ranks; default: all.
-        overwrite: Whether a checkpoint of the same step is replaced.
-        options: Those of `Checkpointer`, such as `rules` and `retention`; `allow_pickle=True`
-            stores objects that need it.
+        group: The process group that dcp gets too, or its global ranks; default: all ranks.
+        overwrite: Whether to replace a checkpoint of the same step.
+        options: Options of `Checkpointer`, such as `rules` and `retention`; `allow_pickle=True`
+            stores objects that need pickle.
     """
 
     _collective = True
@@ -155,12 +155,12 @@ class Writer(_Storage, StorageWriter):
         self._alone = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add this rank's number to the plan. With cached plans it is in later saves too."""
+        """Add this rank's number to the plan; a cached plan keeps it for later saves."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         return replace(plan, storage_data=rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Find out which ranks take part: DCP does not report it.
+        """Determine which ranks take part, since DCP does not report it.
 
         Raises:
             ConfigError: The ranks are not those of `group`.
@@ -202,19 +202,19 @@ class Writer(_Storage, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the ranks have committed the checkpoint together."""
+        """Do nothing, because the ranks have committed the checkpoint together."""
 
 
 class Reader(_Storage, StorageReader):
-    """Loads for `dcp.load` what a `Writer` or a `Checkpointer` has saved, on any number of ranks.
+    """Loads checkpoints of a `Writer` or a `Checkpointer` for `dcp.load`, on any number of ranks.
 
     Each rank reads what it needs. Without a step, it reads the newest step.
 
     Args:
         url: As for `Writer`.
         step: As for `Writer`.
-        group: Not needed: each rank reads separately.
-        options: Those of `Checkpointer`.
+        group: Not needed, because each rank reads separately.
+        options: Options of `Checkpointer`.
     """
 
     _opened: ExitStack
@@ -223,7 +223,7 @@ class Reader(_Storage, StorageReader):
     _values: Mapping[str, object]
 
     def read_metadata(self) -> Metadata:
-        """Return metadata of the stored state, with DCP's names."""
+        """Return metadata of the stored state, under DCP's names."""
         root, step = self._place()
         options: dict[str, Any] = {**self._options, "ranks": "alone"}
         with ExitStack() as stack:
@@ -237,7 +237,7 @@ class Reader(_Storage, StorageReader):
         return Metadata(entries, planner_data=self._paths)
 
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `read_metadata` has opened the checkpoint."""
+        """Do nothing, because `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan."""
@@ -248,7 +248,7 @@ class Reader(_Storage, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan, and hand over its values."""
+        """Fill the tensors of the plan, and pass its values to the planner."""
         with self._opened:
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -284,7 +284,7 @@ def _described(leaf: object) -> STORAGE_TYPES:
 
 
 def _shown(path: _Path) -> str:
-    """Return a path as Penstock shows it."""
+    """Return a path of DCP in Penstock's notation."""
     return "/".join(str(k).replace("%", "%25").replace("/", "%2F") or "%00" for k in path)
 
 
@@ -311,7 +311,7 @@ def _tree(plan: SavePlan, planner: SavePlanner) -> dict[str, Leaves]:
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> object:
-    """Return what a planner has for an item: a tensor, a piece of one, or a value."""
+    """Return the planner's data for an item: a tensor, a `Shard` or a value."""
     data: Any = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO:
         data.seek(0)

@@ -1,7 +1,7 @@
-"""Checkpoints of DeepSpeed in Penstock: one save of all ranks, instead of a file for each object.
+"""DeepSpeed checkpoints in Penstock: one save of all ranks, instead of a file for each object.
 
-DeepSpeed finds what to load by file names. So each of its files has a stub of that name,
-and `penstock.json` beside the stubs names the checkpoint that they stand for.
+DeepSpeed finds its files by name. So each of them has a stub of that name, and `penstock.json`
+beside the stubs names the checkpoint with the contents.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -62,22 +62,22 @@ _engines = count()  # the same on all ranks, so that their checkpointers meet
 
 
 def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockEngine:
-    """Make an engine of DeepSpeed save to, and load from, a run of Penstock.
+    """Make a DeepSpeed engine save to and load from a run of Penstock.
 
-    All ranks call it with the same arguments, right after `deepspeed.initialize`.
+    Call it on all ranks with the same arguments, right after `deepspeed.initialize`.
 
     Args:
         engine: The first object that `deepspeed.initialize` returned.
         url: The run, a path or URL; default: the folder `penstock` in `save_dir`.
         options: Options of `penstock.Checkpointer`. With `allow_pickle=True`, files that DeepSpeed
-            itself has written are loaded too: they are pickles.
+            itself wrote, which are pickles, are loaded too.
 
     Returns:
-        The checkpoint engine, which is that of `engine` from now on.
+        The new checkpoint engine of `engine`.
 
     Raises:
-        ConfigError: An option is wrong, or with the setup of `engine`, files of a checkpoint
-            would bypass Penstock; nothing was changed.
+        ConfigError: An option is wrong, or `engine` would write checkpoint files that bypass
+            Penstock; nothing was changed.
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
@@ -96,10 +96,10 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
 
 
 def _merge_from_stubs(engine: Any, adapter: PenstockEngine) -> None:
-    """Make `load_checkpoint` read stubs where DeepSpeed reads files without its checkpoint engine.
+    """Make `load_checkpoint` read stubs where DeepSpeed bypasses its checkpoint engine.
 
-    For ZeRO-3 without optimizer states, `zero_to_fp32` merges the weights from the files of all
-    ranks, and opens these files with `torch.load`.
+    For ZeRO-3 without optimizer states, `zero_to_fp32` opens the files of all ranks with
+    `torch.load` to merge the weights.
     """
     load_checkpoint = engine.load_checkpoint
 
@@ -123,10 +123,10 @@ class _Place:
     """The checkpoint of a tag.
 
     Attributes:
-        run: The run; in `penstock.json`, a path is relative to its folder.
+        run: The run; in `penstock.json`, a path is relative to the file's folder.
         step: The step.
-        uid: The newest save of the step at the time of this record.
-        tag: The tag, as the metadata of the checkpoint has it.
+        uid: The uid of the step's newest save when this record was made.
+        tag: The tag in the metadata of the checkpoint.
     """
 
     run: str
@@ -136,7 +136,7 @@ class _Place:
 
     @classmethod
     def read(cls, folder: Path) -> _Place | None:
-        """Return the checkpoint that the stubs in a folder stand for; None without a record.
+        """Read the record in a folder of stubs; None if there is none.
 
         Raises:
             FormatError: The record is damaged.
@@ -155,7 +155,7 @@ class _Place:
             raise FormatError(msg, [str(file)]) from error
 
     def line(self, folder: Path) -> str:
-        """Return the record as it is stored in a folder."""
+        """Return the record as a line of JSON, with a path of the run relative to `folder`."""
         run = self.run if "://" in self.run else os.path.relpath(self.run, folder.resolve())
         return json.dumps({**asdict(self), "run": run}) + "\n"
 
@@ -184,8 +184,8 @@ class _Pending:
 class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no types
     """A `CheckpointEngine` of DeepSpeed; `use` installs it.
 
-    The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's count of steps for
-    any other tag; if another tag has that step, the next free step.
+    The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's step count for any
+    other tag. If another tag has that step, it is the next free step.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         """Create the checkpoint engine.
 
         Args:
-            own: DeepSpeed's engine, for saves of only weights, and for its own files.
+            own: DeepSpeed's own engine, for saves of only weights and for files that it wrote.
             url: As for `use`.
             options: As for `use`.
 
@@ -233,7 +233,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     def save(self, state_dict: Any, path: str) -> None:
         """Keep the contents of DeepSpeed's file `path` until `commit`.
 
-        Weights alone, for other programs, are written at once, as a file.
+        Weights alone, which are for other programs, go directly to a file.
         """
         file = Path(path)
         if self._pending is None or file.parent != self._pending.folder:
@@ -242,11 +242,11 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._pending.tree[file.name] = _with_optimizer(state_dict, _plain)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Save what all ranks have kept as one checkpoint; durable when it returns.
+        """Save the contents that all ranks have kept as one checkpoint, durable on return.
 
         Raises:
-            PenstockError: The save failed on some rank; the files of the tag lead to the same
-                checkpoint as before.
+            PenstockError: The save failed on some rank; the tag's files still name the previous
+                checkpoint.
         """
         del info  # that of `create`
         pending, self._pending = self._pending, None
@@ -264,17 +264,17 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             self._lead(pending.folder, place, ckpt)
         for name in pending.tree:
             _write(pending.folder / name, _stub_text(name, place, pending.folder))
-        dist.barrier()  # DeepSpeed's `latest` may lead here from now on
+        dist.barrier()  # DeepSpeed's `latest` may name this tag from now on
         self._last = place
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return what the file `path` stands for, on the CPU.
+        """Return the contents of the file `path`, on the CPU.
 
         Raises:
             CheckpointNotFoundError: There is no such file, or its checkpoint was deleted.
             ConfigError: DeepSpeed itself wrote it, and `allow_pickle` is not set.
-            DamagedError: `penstock.json`, the file, or what is stored is damaged.
+            DamagedError: `penstock.json`, the file, or the stored data is damaged.
         """
         file = Path(path)
         loaded, self._loaded = self._loaded, None
@@ -298,7 +298,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return state
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: a view of a larger tensor need not be cloned before it is saved."""
+        """Return False, since a view of a larger tensor need not be cloned before it is saved."""
         return False
 
     def cleanup(self) -> None:
@@ -326,7 +326,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return step
 
     def _spare_last(self, ckpt: Checkpointer, run: str) -> None:
-        """Pin the checkpoint of `latest`: retention runs before DeepSpeed updates that file."""
+        """Pin the checkpoint of `latest`, as retention runs before DeepSpeed updates that file."""
         last = self._last.step if self._last and self._last.run == run else None
         for step in ckpt.steps():
             with suppress(DamagedError, CheckpointNotFoundError):
@@ -334,7 +334,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
                     (ckpt.pin if step == last else ckpt.unpin)(step, _LAST)
 
     def _lead(self, folder: Path, place: _Place, ckpt: Checkpointer) -> None:
-        """Lead a tag to a checkpoint, and delete its previous one, as if files were overwritten."""
+        """Point a tag to a checkpoint, and delete the tag's previous one, as an overwrite would."""
         before = None
         with suppress(FormatError):
             before = _Place.read(folder)
@@ -366,18 +366,18 @@ def _absolute(run: str, folder: Path | None = None) -> str:
 
 
 def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
-    """Return whether a file stands for data in a checkpoint; otherwise DeepSpeed wrote the file.
+    """Return whether a file is a stub; otherwise DeepSpeed wrote it.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
         ConfigError: DeepSpeed wrote it, and `allow_pickle` is not set.
-        FormatError: The writer of the file is not known.
+        FormatError: It is not a stub, although `penstock.json` is beside it.
     """
     if not file.exists():
         if place is None:
             msg = f"there is no {file}"
             raise CheckpointNotFoundError(msg)
-        return True  # killed before all stubs of a tag that was saved again were written
+        return True  # a save of an existing tag was killed before it wrote all stubs
     with file.open("rb") as opened:
         if opened.read(len(STUB)) == STUB:
             return True
@@ -398,7 +398,7 @@ def _is_stub(file: Path, place: _Place | None, *, allow_pickle: bool) -> bool:
 
 
 def _of_rank_0(choose: Callable[[], int]) -> int:
-    """Return what rank 0 chooses, or raise its error, on all ranks."""
+    """Return rank 0's choice, or raise its error, on all ranks."""
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -435,14 +435,14 @@ def _write(file: Path, text: str) -> None:
 
 
 def _with_optimizer(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a state with the changed optimizer part, which only DeepSpeed writes."""
+    """Return `state` with `change` applied to the optimizer part, which only DeepSpeed writes."""
     if "optimizer_state_dict" not in state:
         return state
     return {**state, "optimizer_state_dict": change(state["optimizer_state_dict"])}
 
 
 def _plain(value: Any) -> Any:
-    """Return DeepSpeed's state with its few classes as data, read without DeepSpeed or pickle."""
+    """Return DeepSpeed's state with its few classes as data, which needs no pickle to read."""
     if type(value) in _CLASSES.values():
         return {_CLASS: type(value).__name__, **vars(value)}
     if isinstance(value, ZeroStageEnum):
@@ -453,7 +453,7 @@ def _plain(value: Any) -> Any:
 
 
 def _live(value: Any) -> Any:
-    """Return the argument of `_plain`; the ZeRO stage is a number, which is equal to it."""
+    """Undo `_plain`, except that the ZeRO stage stays a number, which compares equal."""
     if type(value) is list:
         return [_live(item) for item in value]
     if type(value) not in {dict, OrderedDict}:

@@ -18,10 +18,10 @@ except ModuleNotFoundError as error:
 def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
     """Return the live tensors of an adapter, and all other trained parameters, by name.
 
-    `{"model": state_of(model), "optimizer": optimizer}` is saved and restored in place, like a
-    whole model. The tensors of the adapter have the names of PEFT's own files, without the name of
-    the adapter; so an export to safetensors is an `adapter_model.safetensors`, and an adapter
-    of another name can be restored. Resized embeddings are included if they are trained.
+    Save and restore `{"model": state_of(model), "optimizer": optimizer}` in place, like a whole
+    model. The adapter's tensors have the names of PEFT's own files, without the adapter's name. So
+    an export to safetensors is an `adapter_model.safetensors`, and a restore works for an adapter
+    of another name. Resized embeddings are included if they are trained.
 
     Args:
         model: A `PeftModel`, without the wrappers of DDP or FSDP.

@@ -1,4 +1,4 @@
-"""Code that adapters share: names for several objects of a kind."""
+"""Code that adapters share: names for several objects of one kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def named(name: str, values: list[T]) -> dict[str, T]:
-    """Return the values below `name` if there is one, else below `name_0`, `name_1` and so on."""
+    """Return one value under `name`, or several under `name_0`, `name_1` and so on."""
     if len(values) == 1:
         return {name: values[0]}
     return {f"{name}_{number}": value for number, value in enumerate(values)}

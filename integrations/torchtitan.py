@@ -44,14 +44,14 @@ __all__ = ["PenstockManager"]
 class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan may be missing
     """Saves and restores the state of torchtitan's trainer, with its own configuration.
 
-    A save is lazy: training continues while weights and moments are copied, until the next step of
-    the optimizer. The folder is a run of Penstock. torchtitan's own manager reads its checkpoints
-    there and files of other formats (`initial_load_path`), and writes files (`last_save_in_hf`).
+    A save is lazy: training continues until the next optimizer step while weights and moments are
+    copied. The folder is a run of Penstock. torchtitan's own manager reads its checkpoints there
+    and files of other formats (`initial_load_path`), and writes files (`last_save_in_hf`).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
-        """All fields of torchtitan, which are honored, and two more.
+        """All fields of torchtitan's own `Config`, which are honored, and two more.
 
         `initial_load_path` may also be a run of Penstock, or a step of one: `/runs/gpt/step-100`.
         """
@@ -67,8 +67,8 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
         Args:
             config: The configuration.
-            parts: What torchtitan passes to managers: `dataloader`, `model_parts`, `optimizers`,
-                `lr_schedulers`, `states`, `sd_adapter`, `base_folder`.
+            parts: The arguments that torchtitan passes to managers: `dataloader`, `model_parts`,
+                `optimizers`, `lr_schedulers`, `states`, `sd_adapter`, `base_folder`.
 
         Raises:
             ValueError: `exclude_from_loading` names something that is not in the state.
@@ -94,7 +94,9 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
             self._state[DATALOADER] = PerRank(parts["dataloader"])
         unknown = {*config.exclude_from_loading} - {DATALOADER, *self._state}
         if unknown:
-            msg = f"exclude_from_loading has {sorted(unknown)}; the state has {[*self._state]}"
+            msg = (
+                f"exclude_from_loading names {sorted(unknown)}, but the state has {[*self._state]}"
+            )
             raise ValueError(msg)
         kept = {"keep_last": config.keep_latest_k} if config.keep_latest_k else {}
         options: dict[str, Any] = {"mode": config.mode, "retention": kept, **config.options}
@@ -173,7 +175,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
 
 
 def _whole(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return one module with the tensors of all parts, under their names in the parts.
+    """Return one module with the tensors of all parts, under the same names.
 
     A pipeline rank may have several parts, each with some layers of the model.
     """

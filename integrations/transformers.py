@@ -1,8 +1,8 @@
-"""Checkpoints of the `Trainer` of transformers, and of all trainers that derive from it.
+"""Checkpoints of transformers' `Trainer`, and of all trainers that derive from it.
 
-A trainer finds its checkpoint in a folder. Here that folder is temporary, and has only the small
-files that the trainer, and classes that derive from it, write there. They are saved with the state,
-and written to a new folder for a resume.
+A trainer expects its checkpoint in a folder. With Penstock, that folder is temporary and has only
+the small files that the trainer or a derived class writes there. They are saved with the state, and
+a resume writes them to a new folder.
 """
 
 # pyright: reportMissingImports=false
@@ -46,7 +46,7 @@ log = logging.getLogger("penstock")
 
 
 class _OlderStepError(Exception):
-    """Training must resume from an older step: a newer one was found damaged."""
+    """Signals that training must resume from an older step, because a newer one is damaged."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -60,9 +60,9 @@ class _Run:
     Attributes:
         ckpt: Its checkpointer.
         folder: The folder that transformers uses for its checkpoints.
-        on_damage: What a restore does with damage.
-        step: The checkpoint that training resumes from; -1: none.
-        parts: The keys of that checkpoint.
+        on_damage: As for `Checkpointer.restore`.
+        step: The step that training resumes from; -1 if none.
+        parts: The top-level keys of that checkpoint.
         newest: The newest step that training resumed from or saved.
     """
 
@@ -74,16 +74,16 @@ class _Run:
     newest: int = -1
 
     def stub(self, step: object) -> Path:
-        """Return the folder that stands for a checkpoint."""
+        """Create and return the placeholder folder of a checkpoint."""
         folder = self.folder / f"checkpoint-{step}"
         folder.mkdir(exist_ok=True)
         return folder
 
     def restore(self, live: dict[str, Any], *keys: str) -> None:
-        """Restore those of these keys that the checkpoint has.
+        """Restore those `keys` that the checkpoint has.
 
         Raises:
-            _OlderStepError: The checkpoint is damaged. Earlier restores came from it.
+            _OlderStepError: The checkpoint is damaged, and an older step was restored.
         """
         wanted = self.parts & live.keys() & {*keys}
         if wanted:
@@ -97,12 +97,12 @@ class _Run:
 class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may not be installed
     """Saves and resumes with Penstock: `class MyTrainer(PenstockTrainerMixin, Trainer)`.
 
-    The checkpoints are in `output_dir/penstock`, with the model (of a PEFT model its adapters),
-    optimizer, scheduler, scaler, random state, and the trainer's state with that of its callbacks.
-    Saves are lazy. `train` returns when the last one is durable.
+    The checkpoints are in `output_dir/penstock`. They hold the model (of a PEFT model only its
+    adapters), optimizer, scheduler, scaler, random state, and the state of the trainer and its
+    callbacks. Saves are lazy. `train` returns when the last save is durable.
 
     Attributes:
-        penstock_url: The place of the run; default: `output_dir/penstock`.
+        penstock_url: The location of the run; default: `output_dir/penstock`.
         penstock_options: Options of the `penstock.Checkpointer`. The defaults are `mode="lazy"`,
             and a `retention` that follows `save_total_limit`.
     """
@@ -121,23 +121,23 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         """Train as `Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True: the newest whole checkpoint; without one, the trainer's
-                own checkpoint in `output_dir`, or a new training. A number: the checkpoint of
-                this step. In both cases the first save deletes all later checkpoints. A path: a
-                folder of transformers.
+            resume_from_checkpoint: True: the newest undamaged checkpoint; if none, the trainer's
+                own checkpoint in `output_dir`; if none, a new training. A number: that step. In
+                both cases the first save deletes all later checkpoints. A path: a checkpoint folder
+                of transformers.
             trial: As for `Trainer.train`.
             args: As for `Trainer.train`.
             kwargs: As for `Trainer.train`.
 
         Returns:
-            What `Trainer.train` returns.
+            The result of `Trainer.train`.
 
         Raises:
-            StepExistsError: Training would begin, but the run has checkpoints.
-            CheckpointNotFoundError: There is no checkpoint of the step.
-            ConfigError: A feature of the trainer needs its own checkpoints, or the path has no
+            StepExistsError: Training would start from scratch, but the run has checkpoints.
+            CheckpointNotFoundError: The run has no such step.
+            ConfigError: A feature needs the trainer's own checkpoints, or the path has no
                 checkpoint of transformers.
-            StorageError: Nothing can be written to the place of the run.
+            StorageError: The location of the run cannot be written.
             PenstockError: A save or the restore failed.
         """
         self._check_may_save()
@@ -188,7 +188,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             raise ConfigError(msg)
 
     def _retention(self) -> dict[str, Any] | None:
-        """Return the retention that keeps the last `save_total_limit`, and also the best."""
+        """Return the retention that keeps the last `save_total_limit` checkpoints, and the best."""
         limit = self.args.save_total_limit
         if limit is None or limit < 1:
             return None
@@ -228,7 +228,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         return resume or None
 
     def _lay_out(self, run: _Run, files: dict[str, bytes]) -> Path:
-        """Make the folder of a checkpoint, without the files that `_load_...` would read."""
+        """Write the folder of a checkpoint, without the files that the `_load_...` methods read."""
         state = json.loads(files["trainer_state.json"])
         best = state["best_model_checkpoint"]
         if best and Path(best).parent != Path(self.args.output_dir):  # not transformers' own
@@ -285,7 +285,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         run.newest = max(run.newest, step)
 
     def _prepare(self, run: _Run) -> None:
-        """Rewind the run to where training resumed, and log why a resume will not be exact."""
+        """Rewind the run to the resumed step, and log why a resume will not be exact."""
         if self.args.process_index != 0:
             return
         if run.step >= 0:
@@ -305,7 +305,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         return {name: value for name, value in live.items() if value is not None}
 
     def _owner(self, folder: str | None) -> _Run | None:
-        """Return the run, if `folder` stands for a checkpoint of it."""
+        """Return the run if `folder` is the placeholder of one of its checkpoints."""
         run = self._penstock
         return run if run and folder and Path(folder).parent == run.folder else None
 
@@ -362,11 +362,11 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
 
 
 def patch(trainer: T, url: str | Path | None = None, **options: Any) -> T:
-    """Make a ready trainer save and resume with Penstock, as `PenstockTrainerMixin` does.
+    """Make an existing trainer save and resume with Penstock, as `PenstockTrainerMixin` does.
 
     Args:
-        trainer: A `Trainer`, or an object of a class that derives from it; it is changed in place.
-        url: The place of the run; default: `output_dir/penstock`.
+        trainer: A `Trainer` or an instance of a derived class; it is changed in place.
+        url: The location of the run; default: `output_dir/penstock`.
         options: Options of the `penstock.Checkpointer`.
 
     Returns:
@@ -387,7 +387,7 @@ def patch(trainer: T, url: str | Path | None = None, **options: Any) -> T:
 
 
 def _reasons(trainer: Any) -> list[str]:
-    """Return what prevents an exact resume, with the trainer's own checkpoints too."""
+    """Return the reasons why a resume is not exact, even with the trainer's own checkpoints."""
     args, collator = trainer.args, trainer.data_collator
     reasons = {
         "save_only_model leaves out the optimizer and random state": args.save_only_model,

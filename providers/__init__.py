@@ -1,6 +1,6 @@
 """The state providers that ship with Penstock.
 
-A provider describes values of some types as objects, and places restored bytes into them. It
-imports the contracts, types and errors of `penstock.core` only, neither backends nor codecs; core
-finds providers by entry point.
+A provider describes values of certain types as objects, and restores stored bytes into such values.
+Providers import only the contracts, types and errors of `penstock.core`, no backends or codecs.
+Core finds providers by entry point.
 """

@@ -1,4 +1,4 @@
-"""Stored objects below a path: their number, and a new dict of them."""
+"""Functions that count the stored objects below a path and rebuild them as a dict."""
 
 from __future__ import annotations
 

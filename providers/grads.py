@@ -1,4 +1,4 @@
-"""The provider of `penstock.Grads(model)`: gradients, for a save in the middle of accumulation."""
+"""The provider of `penstock.Grads(model)`, which saves gradients in the middle of accumulation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class GradsProvider(StateProvider):
 
 
 def _refuse_flattened(value: Grads, path: ObjectPath) -> None:
-    """Refuse gradients that FSDP1 has flattened, or keeps whole on each rank to accumulate them.
+    """Refuse an FSDP1 model, whose gradients are flattened or accumulate unsharded on each rank.
 
     Raises:
         UnsupportedStateError: FSDP1 shards the model.
@@ -112,7 +112,7 @@ def _refuse_flattened(value: Grads, path: ObjectPath) -> None:
 
 
 def _parameters(value: Grads) -> dict[str, torch.Tensor]:
-    """Return the parameters by their first name: a tied parameter has one gradient."""
+    """Return each parameter once, by its first name, since a tied parameter has one gradient."""
     seen: set[int] = set()
     result = {}
     for name, parameter in named_parameters(value.model):
@@ -123,7 +123,7 @@ def _parameters(value: Grads) -> dict[str, torch.Tensor]:
 
 
 def _place_grad(parameter: torch.Tensor, path: ObjectPath, context: PlaceContext) -> Placement:
-    """Plan the restore of a gradient, in place if that fits; `finish` returns it."""
+    """Plan the restore of a gradient, in place if the stored one fits; `finish` returns it."""
     grad, stored, device = parameter.grad, context.stored(path), parameter.device
     if stored is None:  # a tensor of parts
         if fits(grad, context.node(path), path, device):

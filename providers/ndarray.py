@@ -48,7 +48,7 @@ class _ArrayMemory:
         return None if self.address is None else _as_bytes(self._array).data
 
     def _pairs(self, start: int, data: memoryview) -> Iterator[tuple[Any, Any]]:
-        """Yield blocks of the array, and the parts of `data` for them, from byte `start` on."""
+        """Yield each block of the array with its part of `data`, which begins at byte `start`."""
         typed = np.frombuffer(data, np.uint8).view(_carrier(self._array.dtype))
         first = start // self._array.itemsize
         for index, at in blocks(self._array.shape, first, first + len(typed)):
@@ -75,8 +75,8 @@ class ArraySource(_ArrayMemory, ByteSource):
 class ArraySink(_ArrayMemory, ByteSink):
     """The sink that fills the memory of a writeable array.
 
-    An array whose elements overlap is filled through scratch memory. `written` then refuses stored
-    values that differ for one place in memory.
+    An array with overlapping elements is filled through scratch memory. `written` then raises
+    RestoreError if two stored values for the same memory differ.
     """
 
     __slots__ = ("_live", "_path")
@@ -113,7 +113,7 @@ class ArraySink(_ArrayMemory, ByteSink):
 
 
 class NdarrayProvider(StateProvider):
-    """Stores arrays of fixed-size elements; refuses Python objects and records."""
+    """Stores arrays of fixed-size elements; refuses object and structured dtypes."""
 
     name = "ndarray"
     forms = ("ndarray",)
@@ -143,8 +143,8 @@ class NdarrayProvider(StateProvider):
             return Placement([_target(value, path)], finish=lambda: value)
         array = np.empty(value.shape, value.dtype)
         stored = context.stored(path)
-        # Only if it will be filled: without strict, the template's array stays if no stored array
-        # fits. The new array would be unwritten memory.
+        # Replaced only if filled: with `strict=False` the stored array may not fit, and the new
+        # array would be unwritten memory.
         fits = (
             stored is not None
             and stored.kind is Kind.TENSOR
@@ -231,5 +231,5 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return an opaque dtype to copy by, exact for every dtype: `np.copyto` would pad strings."""
+    """Return an opaque dtype of the same size to copy by: `np.copyto` would pad strings."""
     return np.dtype(f"V{dtype.itemsize}")

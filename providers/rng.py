@@ -1,4 +1,4 @@
-"""The provider of random state: of the process (`penstock.Rng`), and of single generators."""
+"""The provider of random state, of the process (`penstock.Rng`) and of single generators."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _CUDA = "cuda."
 
 
 class RngProvider(StateProvider):
-    """Stores random state: reads it last in a save, and sets it last in a restore.
+    """Stores random state; a save reads it last, and a restore sets it last.
 
-    Describing or restoring other values may draw random numbers.
+    Other values may draw random numbers while they are described or restored.
     """
 
     name = "rng"
@@ -44,7 +44,7 @@ class RngProvider(StateProvider):
         return PRIORITY if issubclass(kind, _KINDS) else None
 
     def on_other_ranks(self, kind: type, /) -> Literal["keep"]:
-        """Keep the live state: otherwise several ranks would draw the same random numbers."""
+        """Return "keep": with a shared state, several ranks would draw the same random numbers."""
         del kind
         return "keep"
 
@@ -92,7 +92,7 @@ class RngProvider(StateProvider):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """Plan a dict of the states by name, on the CPU, where generators take them."""
+        """Plan a dict that maps names to states, on the CPU, as generators require."""
         del device
         return rebuild_dict(stored.path, device=None, context=context)
 
@@ -121,7 +121,7 @@ def _class(value: Any) -> str:
 
 
 def _generators(value: Any, has_cuda: Callable[[], bool]) -> dict[str, _Access]:
-    """Return the functions that read and set each state of `value`."""
+    """Return functions that read and set each state of `value`, by name."""
     if isinstance(value, Rng):
         accesses: dict[str, _Access] = {
             "python": (random.getstate, random.setstate),

@@ -42,7 +42,7 @@ _READERS = (
 class StatefulProvider(StateProvider):
     """Stores schedulers, gradient scalers, stateful data loaders, foreign optimizers, and so on.
 
-    The value is restored whole or not at all: only its own code knows what its state means.
+    The value is restored whole or not at all, because only its own code understands its state.
     """
 
     name = "stateful"
@@ -56,7 +56,7 @@ class StatefulProvider(StateProvider):
         return REFUSED if _is_plain_loader(kind) or is_wrapper(kind, LOADERS) else None
 
     def on_other_ranks(self, kind: type, /) -> Literal["error"] | None:
-        """Return "error" for data readers: each rank reads its own data."""
+        """Return "error" for data readers, because each rank reads its own data."""
         return "error" if _reads_data(kind) or is_wrapper(kind, LOADERS) else None
 
     def describe(
@@ -161,13 +161,13 @@ def _why_not(count: int, whole: object) -> str:
 def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:
     """Plan a `DTensor` for each stored tensor that is a `DTensor` in the state of `value`.
 
-    With a plain tensor, each rank would read all of it, and the value's code would mix it with
-    the DTensors of a module, which torch refuses.
+    With plain tensors, each rank would read the whole tensor. The value's code would then mix it
+    with a module's DTensors, which torch refuses.
     """
     if context.world_size == 1 or "torch.distributed.tensor" not in sys.modules:
         return
     if not any(_is_tensor(context, target.path) for target in placed.targets):
-        return  # without a call of `state_dict`
+        return  # before `state_dict` is called
     made: dict[ObjectPath, object] = {}
     for here, item in _sharded(value.state_dict(), path):
         stored = context.stored(here)
@@ -220,14 +220,14 @@ def _with(
     above: AbstractSet[ObjectPath],
     used: set[ObjectPath],
 ) -> Any:
-    """Return `state` with the objects of `made` in their places; add their paths to `used`.
+    """Return `state` with the objects of `made` put in; add their paths to `used`.
 
     Args:
         state: The state that was built from the stored objects.
-        path: Its path.
-        made: The objects by their paths.
+        path: The path of `state`.
+        made: The objects by path.
         above: The paths of all their containers.
-        used: The paths of the objects that are in place.
+        used: Collects the paths of the objects that were put in.
     """
     if path in made:
         used.add(path)
@@ -258,9 +258,9 @@ def _reads_data(kind: type) -> bool:
 def _spare_random_state(value: Any) -> None:
     """Keep the next iterator of a torchdata loader from changing the global random state.
 
-    That iterator continues the saved one, which drew before the save: a second draw would change
-    all later random numbers. It cannot be made here, since a sampler's `set_epoch` comes between
-    the restore and the iterator.
+    That iterator continues the saved one, which drew its seed before the save. A second draw would
+    change all later random numbers. The iterator cannot be made here, because a sampler's
+    `set_epoch` call comes between the restore and the iterator.
     """
     loader = getattr(value, "base_dataloader", value)  # of accelerate
     stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
@@ -284,7 +284,6 @@ def _iterator_that_draws_nothing(loader: Any) -> object:
 
 
 def _is_plain_loader(kind: type) -> bool:
-    """Return whether `kind` is a loader of torch, or an iterator over one."""
     module: Any = sys.modules.get("torch.utils.data.dataloader")
     if module is None:
         return False

@@ -1,6 +1,6 @@
-"""Wrappers of modules, optimizers and data loaders, found by type, and overridden methods.
+"""Wrappers of modules, optimizers and data loaders, and checks for overridden methods.
 
-A wrapped value is stored as the bare value would be, under the bare names.
+A wrapped value is stored as if it were not wrapped, under names without wrappers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a module's wrappers from the outermost on, then the bare module."""
+    """Return a module's wrappers, outermost first, then the bare module."""
     wrappers = _loaded(_WRAPPERS)
     chain = [module]
     while (attribute := _inner(chain[-1], wrappers)) is not None:
@@ -86,7 +86,7 @@ def bare_class(module: torch.nn.Module) -> type:
 
 
 def bare_names(root: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the wrappers inside `root` from names of its state dict."""
+    """Return a function that removes the wrappers inside `root` from state-dict names."""
     wrappers = _loaded(_WRAPPERS)
     if not any(_inner(module, wrappers) for module in root.modules()):
         return lambda name: name
@@ -94,7 +94,7 @@ def bare_names(root: torch.nn.Module) -> Callable[[str], str]:
 
 
 def is_wrapper(kind: type, table: tuple[tuple[str, str, str], ...]) -> bool:
-    """Return whether values of this type are wrappers that `OPTIMIZERS` or `LOADERS` lists."""
+    """Return whether values of this type are wrappers that `table` lists."""
     return any(issubclass(kind, wrapper) for wrapper, _ in _loaded(table))
 
 

@@ -1,4 +1,4 @@
-"""Conformance suites and faulty backends, for plugin authors and for our own tests.
+"""Conformance suites and faulty backends, for plugin authors and Penstock's own tests.
 
 `backends`, `codecs`, `providers` and `coordination` check an implementation against its contract;
 `faults` and `powercut` have backends that fail, hang, crash, lag or lose power on purpose. The

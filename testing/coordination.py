@@ -306,7 +306,7 @@ class MemoryBoard:
 
 
 class MemoryCoordination(Coordination):
-    """One rank's view of a board, as the contract says; no call waits for a store."""
+    """One rank's view of a board, per the contract; no call waits for a store."""
 
     def __init__(self, board: MemoryBoard) -> None:
         """Attach to `board`."""
@@ -319,26 +319,26 @@ class MemoryCoordination(Coordination):
         return "localhost"
 
     def post(self, key: str, value: bytes, /) -> None:
-        """Post as the contract says."""
+        """Post per the contract."""
         check_coordination_value(key, value)
         self._check_open()
         self._board.post(key, bytes(value))
 
     def read(self, keys: Sequence[str], /) -> list[bytes | None]:
-        """Read as the contract says; all values at one moment."""
+        """Read per the contract; all values are from one moment."""
         for key in keys:
             check_coordination_key(key)
         self._check_open()
         return self._board.read(keys)
 
     def decide(self, key: str, value: bytes, /) -> bytes:
-        """Decide as the contract says."""
+        """Decide per the contract."""
         check_coordination_value(key, value)
         self._check_open()
         return self._board.decide(key, bytes(value))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait as the contract says; wakes up at once."""
+        """Wait per the contract; a change ends the wait at once."""
         check_coordination_key(key)
         self._check_open()
         deadline = Deadline(timeout_s)
@@ -348,7 +348,7 @@ class MemoryCoordination(Coordination):
             return self._board.holds(key)
 
     def close(self) -> None:
-        """Close as the contract says."""
+        """Close per the contract."""
         self._closed = True
 
     def _check_open(self) -> None:

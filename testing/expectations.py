@@ -34,14 +34,14 @@ _NOT_CALLED = frozenset({"Config", "register"})  # `register` is of ABCMeta
 
 
 class NotDeclaredError(unittest.SkipTest):
-    """A check is skipped: the instance does not declare its capability.
+    """Signals a skip: the instance does not declare the check's capability.
 
     Pytest and unittest show it as a skip, with the reason.
     """
 
 
 class NotTriedError(unittest.SkipTest):
-    """A check is skipped: this machine cannot run it.
+    """Signals a skip: this machine cannot run the check.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -82,10 +82,10 @@ def promise(check: BackendCheck, /) -> BackendCheck:
 
 
 def expect_own_api_version(plugin: object, /) -> None:
-    """Check that the plugin's own class names its contract version.
+    """Check that the plugin's own class declares its contract version.
 
     Raises:
-        AssertionError: The class names no version, or the wrong one.
+        AssertionError: The class declares no version, or the wrong one.
     """
     version = getattr(plugin, "api_version", None)
     assert version == API_VERSION, (
@@ -103,11 +103,11 @@ def finding(what: str, *passing: type[Exception]) -> Iterator[None]:
     """Turn an exception of the block into an AssertionError that names the attempt.
 
     Args:
-        what: The beginning of the message: the attempt.
-        passing: Errors that are raised as they are.
+        what: The attempt, which begins the message.
+        passing: Errors that pass unchanged.
 
     Raises:
-        AssertionError: The block raised another exception (the cause).
+        AssertionError: The block raised another exception, which is the cause.
     """
     try:
         yield
@@ -170,7 +170,7 @@ class Model:
     end: int = 0
 
     def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
-        """Plan a request after the last one, on a new alignment unit."""
+        """Add a request after the last request, at a new alignment unit."""
         offset = align_up(self.end, self.align) + gap * self.align
         offset += phase if phase is not None and self.align > 1 else 0
         data = b"".join(parts)
@@ -220,7 +220,7 @@ def store(backend: Backend, name: str, model: Model) -> None:
 class Lender:
     """Lends buffers, and overwrites them after the call.
 
-    CPython's count of views shows a call that keeps a view. A call that keeps an address reads
+    CPython's count of views detects a call that keeps a view. A call that keeps an address reads
     other bytes there, as long as the lender lives.
     """
 
@@ -258,7 +258,7 @@ def _has_views(memory: bytearray) -> bool:
 
 
 def expect_signatures(plugin: object, contract: Any, /) -> None:
-    """Check that core can call each method of the plugin by the contract.
+    """Check that core can call each method of the plugin with the contract's arguments.
 
     Raises:
         AssertionError: A method takes other arguments, or is not callable.

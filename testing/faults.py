@@ -1,6 +1,6 @@
 """Backends that fail, hang, crash or lag on purpose, around any real backend.
 
-Operations are `create write seal abort read publish list stat delete`; calls are counted from 1.
+Operations are `create write seal sync abort read publish list stat delete`; calls count from 1.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class WrapperWriter(DelegatingWriter):
 class WrapperBackend(DelegatingBackend):
     """Delegates all calls, those of `OPERATIONS` through `_around(operation, names, call)`.
 
-    Background batches run in the pool of the base class. The wrapped backend would run them without
-    the faults.
+    Background batches run in the pool of the base class, since the wrapped backend would run them
+    without the faults.
     """
 
     name: ClassVar[str] = "wrapper"
@@ -84,9 +84,9 @@ class WrapperBackend(DelegatingBackend):
         return Backend.submit_read(self, requests)
 
     def store_time_s(self) -> float:
-        """Return the store's time, by calls of this backend if the inner one inherits the method.
+        """Return the store's time; use this backend's calls if the inner one inherits the method.
 
-        The faults must hit the probe that the base class publishes: a process may die right
+        The faults must hit the probe that the base class publishes, since a process may die right
         after it.
         """
         if type(self.inner).store_time_s is Backend.store_time_s:
@@ -103,7 +103,7 @@ def _counts(operation: str) -> TypeGuard[Operation]:
 
 
 class SimulatedCrashError(BaseException):
-    """The process counts as dead; not an `Exception`, so no handler can continue after it."""
+    """Signals that the process counts as dead; no handler of `Exception` can continue after it."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Fault:
         times: The number of calls to hit in a row; None hits all from `first` on.
         match: A text that a name in the call must contain.
         error: The error to raise; None raises nothing.
-        late: Whether to raise after the wrapped call has run, like a lost answer.
+        late: Whether to raise after the wrapped call has run, as if the answer were lost.
         seconds: The seconds to sleep before the call.
         until: An event to wait for before the call.
         seen: The number of matching calls so far.
@@ -135,7 +135,7 @@ class Fault:
     reached: threading.Event = field(default_factory=threading.Event)
 
     def applies(self, operation: str, names: tuple[str, ...]) -> bool:
-        """Count the call if it matches, and return whether it is hit."""
+        """Count the call if it matches, and return whether the fault hits it."""
         if operation != self.operation or not any(self.match in name for name in names or ("",)):
             return False
         self.seen += 1
@@ -187,7 +187,7 @@ class FaultyBackend(WrapperBackend):
         match: str = "",
         late: bool = False,
     ) -> Fault:
-        """Raise `error` (a StorageError by default) from the `nth` matching call on."""
+        """Raise `error` (default: a StorageError) in `times` matching calls from the `nth` on."""
         error = error or StorageError(f"simulated failure of {operation}")
         return self.add(Fault(operation, nth, times, match, error=error, late=late))
 
@@ -312,7 +312,7 @@ class LatencyBackend(WrapperBackend):
         self._link = threading.Lock()  # held while bytes pass: parallel requests share the limit
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Delegate after the bytes' transfer time."""
+        """Read after a sleep for the transfer time."""
         self.pass_bytes(sum(request.target.nbytes for request in requests))
         super().read(requests)
 

@@ -52,10 +52,10 @@ def read_golden(path: str | os.PathLike[str], /) -> bytes:
 
 
 def rewriting() -> bool:
-    """Return whether to write golden files again.
+    """Return whether to rewrite golden files.
 
     Raises:
-        AssertionError: The variable is neither `0` nor `1`.
+        AssertionError: The environment variable is neither `0` nor `1`.
     """
     value = os.environ.get(REWRITE_VARIABLE, "0")
     if value not in {"0", "1"}:

@@ -27,7 +27,7 @@ machine."""
 
 
 class ShiftedClock(Clock):
-    """This machine's clocks, all ahead by the same time.
+    """This machine's clocks, all ahead by the same amount.
 
     Args:
         ahead_s: The seconds that they are ahead, or a function that returns them at each call.

@@ -1,4 +1,4 @@
-"""A store in memory that can lose power, and then holds only what the contract makes durable.
+"""A store in memory that can lose power, and then keeps only durable data.
 
 `seal`, `sync`, `publish` and `delete` are durable once they return. Anything else may or may not
 survive a cut: any 512-byte sectors of an unsealed blob after its synced bytes, and its name before
@@ -13,7 +13,7 @@ with suppress(SimulatedCrashError, PenstockError), Checkpointer(PowerCut(disk)) 
 survived = PowerCut(disk.cut(random.Random(seed)))  # one of many possible outcomes
 ```
 
-Without `cut` the disk holds what a killed process leaves: everything that it wrote.
+Without `cut` the disk holds everything that a killed process wrote.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Disk:
             self._ahead_s += seconds
 
     def cut_in(self, effects: int | None) -> None:
-        """Cut the power during that effect from now (1 is the next); None: never."""
+        """Cut the power during that effect from now on (1 is the next); None cancels the cut."""
         with self._lock:
             self._cut_at = None if effects is None else self._effects + effects
 
@@ -105,14 +105,14 @@ class Disk:
     def cut(self, choice: random.Random) -> Disk:
         """Cut the power, and return a new disk with the files that `choice` lets survive.
 
-        A further call gives another outcome of the same cut.
+        Each further call returns another outcome of the same cut.
         """
         with self._lock:
             self._dead = True
             return self._survived([(n, choice.choice(f)) for n, f in self._fates()], choice)
 
     def cuts(self, choice: random.Random, *, most: int) -> list[Disk]:
-        """Cut the power, and return a disk for each combination of outcomes, but at most `most`."""
+        """Cut the power, and return a disk for each combination of outcomes, at most `most`."""
         with self._lock:
             self._dead = True
             fates = self._fates()
@@ -219,7 +219,7 @@ class Disk:
     # -- internal -------------------------------------------------------------------------------
 
     def _effect(self, fates: dict[str, list[_Fate]]) -> None:
-        """Count an effect; if the cut hits it, `fates` are other outcomes by name."""
+        """Count an effect; if the cut hits it, `fates` are the other outcomes of each name."""
         self._check_power()
         self._effects += 1
         if self._effects == self._cut_at:
@@ -272,7 +272,7 @@ class PowerCut(Backend):
 
     @property
     def url(self) -> str:
-        """The URL, which differs from disk to disk."""
+        """The URL, which is unique to the disk."""
         return f"powercut://{id(self.disk):x}"
 
     @property
@@ -281,7 +281,7 @@ class PowerCut(Backend):
         return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Create a blob as the contract says; it is listed before the seal."""
+        """Create a blob per the contract; it is listed before the seal."""
         del size_hint
         self._check(name)
         file = self.disk.create(name)
@@ -291,7 +291,7 @@ class PowerCut(Backend):
         return _Writer(self.disk, name, file)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read as the contract says."""
+        """Read per the contract."""
         for request in requests:
             data = self._find(request.name).data
             target = flat_view(request.target)
@@ -299,13 +299,13 @@ class PowerCut(Backend):
             if request.offset < 0 or stop > len(data):
                 msg = (
                     f"cannot read bytes {request.offset} to {stop} of {request.name} on "
-                    f"{self.url}: it has {len(data)}"
+                    f"{self.url}: it ends at {len(data)}"
                 )
                 raise BlobTruncatedError(msg)
             target[:] = memoryview(data)[request.offset : stop]
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; never a mix of two versions."""
+        """Read a record per the contract; never a mix of two versions."""
         data = self._find(name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -313,30 +313,30 @@ class PowerCut(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish a record as the contract says."""
+        """Publish a record per the contract."""
         self._check(name)
         if not self.disk.publish(name, data, exclusive=exclusive):
             msg = f"cannot publish {name} on {self.url}: the name is taken"
             raise BlobExistsError(msg)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List as the contract says."""
+        """List per the contract."""
         self._check(prefix, prefix=True)
         return self.disk.listed(prefix)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return size and time as the contract says."""
+        """Return size and time per the contract."""
         file = self._find(name)
         return BlobInfo(name, len(file.data), file.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete as the contract says; one effect, so a cut may delete any of the names."""
+        """Delete per the contract; one effect, so a cut may delete any of the names."""
         for name in names:
             self._check(name)
         self.disk.delete(names)
 
     def close(self) -> None:
-        """Close as the contract says."""
+        """Close per the contract."""
         self._closed = True
         super().close()
 
@@ -387,7 +387,7 @@ class _Writer(BlobWriter):
 
     def _check_open(self, what: str) -> None:
         if not self._open:
-            msg = f"cannot {what} {self._name}: it is sealed or aborted already"
+            msg = f"cannot {what} {self._name}: it is already sealed or aborted"
             raise StorageError(msg)
 
 

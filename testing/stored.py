@@ -60,7 +60,7 @@ class Stored:
         self, state: object, include: Patterns = None, exclude: Patterns = None,
         *, allow_pickle: bool = False,
     ) -> Placement:  # fmt: skip
-        """Plan a restore into `state`, and fill nothing."""
+        """Plan a restore into `state`, without filling anything."""
         selected = Selection(include, exclude).selects
         tree = replace(self.tree, whole=lambda _: self.tree)
         placing = Placing(self.providers, tree, selected, allow_pickle=allow_pickle)
@@ -99,7 +99,7 @@ class Stored:
         return placement.finish()
 
     def fill(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> None:
-        """Fill every target once, last pieces first: a sink must accept any order."""
+        """Fill every target once, last pieces first, as a sink must accept any order."""
         done: set[int] = set()
         for target in placement.targets:
             if id(target.sink) in done:
@@ -166,7 +166,7 @@ class StaticProviders:
         self._providers = tuple(providers)
 
     def for_type(self, kind: type, /) -> StateProvider | None:
-        """As `Providers.for_type`."""
+        """See `Providers.for_type`."""
         claims = [(_claim(p, kind), p) for p in self._providers]
         ranked = sorted(((c, p) for c, p in claims if c is not None), key=lambda pair: -pair[0])
         if not ranked:
@@ -180,7 +180,7 @@ class StaticProviders:
         return ranked[0][1]
 
     def for_form(self, form: str, /) -> StateProvider:
-        """As `Providers.for_form`."""
+        """See `Providers.for_form`."""
         for provider in self._providers:
             if form in provider.forms:
                 return provider
@@ -188,7 +188,7 @@ class StaticProviders:
         raise PluginError(msg)
 
     def all(self) -> Sequence[StateProvider]:
-        """As `Providers.all`."""
+        """See `Providers.all`."""
         return self._providers
 
 

@@ -1,7 +1,7 @@
 """The backend `fsspec`: S3, and every file system of fsspec.
 
-The backend checks names, and owns a store, its writers and their lives across forks. The package
-also holds what both kinds of store share, and the store for fsspec's file systems. The package `s3`
+The backend checks names, owns a store and its writers, and handles forks. The package also holds
+the code that both kinds of store share, and the store for fsspec's file systems. The package `s3`
 holds the store for S3.
 """
 
@@ -37,7 +37,7 @@ __all__ = ["FsspecBackend", "FsspecConfig"]
 
 
 class FsspecBackend(Backend):
-    """Keeps blobs and records below any URL that fsspec knows, and below `s3://` without fsspec.
+    """Keeps blobs and records under any URL that fsspec knows; `s3://` works without fsspec.
 
     An `S3Store` or a `FileStore` moves the bytes.
     """
@@ -46,7 +46,7 @@ class FsspecBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = FsspecConfig
 
     def __init__(self, config: FsspecConfig, /) -> None:
-        """Find the file system; connects to nothing yet."""
+        """Create the store without connecting to it."""
         self._config = config
         self._closed = False
         self._pid = os.getpid()
@@ -56,7 +56,7 @@ class FsspecBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Return the options for any URL; options unknown to the backend go to the store.
+        """Return the options for any URL; passes options unknown to the backend to the store.
 
         Raises:
             ConfigError: The query holds a credential.
@@ -86,7 +86,7 @@ class FsspecBackend(Backend):
 
     @property
     def direct_io(self) -> bool:
-        """False, without probing the store as `capabilities` does."""
+        """Always False; does not probe the store as `capabilities` does."""
         return False
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
@@ -107,7 +107,7 @@ class FsspecBackend(Backend):
         return writer
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Start to write and return at once; batches reach the store in the order of submission."""
+        """Start a write and return at once; batches reach the store in submission order."""
         if not isinstance(writer, StoreWriter):
             return super().submit_write(writer, requests)
         try:
@@ -118,7 +118,7 @@ class FsspecBackend(Backend):
             return future
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Start to read and return at once."""
+        """Start a read and return at once."""
         self._check_requests(requests)
         store = self._store()
         return store.feeds.submit(partial(store.read, requests))
@@ -128,7 +128,7 @@ class FsspecBackend(Backend):
         self._store().read(requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record by one request, so that all its bytes are of one version."""
+        """Read a record with one request, so that a concurrent publish cannot mix versions."""
         check_blob_name(name)
         data = self._store().read_record(name, limit_bytes=limit_bytes)
         if isinstance(data, int):
@@ -141,7 +141,7 @@ class FsspecBackend(Backend):
         self._store().publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List the names with the prefix; skips objects whose names Penstock does not use."""
+        """List names with the prefix; skips objects whose names are not valid blob names."""
         check_blob_name(prefix, prefix=True)
         infos = [i for i in self._store().list(prefix) if _is_name(i.name, prefix)]
         return sorted(infos, key=lambda info: info.name)
@@ -160,7 +160,7 @@ class FsspecBackend(Backend):
         self._store().sweep(before_s)
 
     def close(self) -> None:
-        """Abort blobs that are not sealed, and release all threads and connections."""
+        """Abort unsealed blobs, and release all threads and connections."""
         if self._pid != os.getpid():
             # After a fork threads, connections and locks belong to the parent.
             self._closed = True

@@ -1,4 +1,4 @@
-"""The base of the two writers: the states of a blob, from its creation to seal or abort."""
+"""The base class of both writers, with the states of a blob from creation to seal or abort."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """A future that is done once all holders release it; the first holder is its creator."""
+    """Completes its future when the last holder releases it. Its creator is the first holder."""
 
     def __init__(self) -> None:
         self.future: Future[None] = Future()
@@ -53,8 +53,8 @@ class Batch:
 def settle(futures: Collection[Future[None]]) -> None:
     """Wait until none of `futures` is running, then raise the first error.
 
-    If one fails or the wait is interrupted, cancels those that have not begun. Waits for running
-    ones, which may still write into the caller's memory.
+    If one fails or the wait is interrupted, cancels futures that have not begun. Waits for running
+    futures, which may still write into the caller's memory.
     """
     try:
         _, pending = wait(futures, return_when=FIRST_EXCEPTION)
@@ -84,10 +84,10 @@ class WriterState(Enum):
 
 
 class StoreWriter(BlobWriter):
-    """Writes a blob from batches, one at a time, in the order of their submission.
+    """Writes the batches of a blob, one at a time, in submission order.
 
     Args:
-        store: The store of the blob; its `feeds` run `_take` for the batches.
+        store: The store of the blob; its `feeds` pool calls `_take` for the batches.
         name: The name of the blob.
     """
 
@@ -105,24 +105,24 @@ class StoreWriter(BlobWriter):
 
     @abstractmethod
     def _take(self, request: WriteRequest, batch: Batch) -> None:
-        """Begin to write a request; runs alone.
+        """Start writing a request; never runs concurrently.
 
-        Each transfer that still uses the caller's memory afterwards holds the batch.
+        Each transfer that still uses the caller's memory after the return holds the batch.
         """
 
     def _own_memory(self) -> None:
-        """Copy the ending batch's bytes that are still needed: its memory returns to the caller.
+        """Copy bytes of the ending batch that are still needed, since the caller reuses its memory.
 
-        Runs alone.
+        Never runs concurrently.
         """
 
     @abstractmethod
     def _finish(self, length: int) -> None:
-        """Cut the blob to `length`, and make it durable; runs alone."""
+        """Cut the blob to `length` and make it durable; never runs concurrently."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove all that can be removed; runs alone, with no batch in flight; raises nothing."""
+        """Remove the partial blob if possible; runs with no batch in flight and never raises."""
 
     @property
     def over(self) -> bool:
@@ -130,7 +130,7 @@ class StoreWriter(BlobWriter):
         return self._state in {WriterState.SEALED, WriterState.ABORTED}
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Begin to write, after all earlier batches; see `Backend.submit_write`.
+        """Queue a batch after all earlier batches; see `Backend.submit_write`.
 
         Raises:
             StorageError: The blob is sealed or dead, or belongs to the parent of this fork.
@@ -184,7 +184,7 @@ class StoreWriter(BlobWriter):
             raise StorageError(msg)
 
     def _die(self, cause: BaseException) -> None:
-        """Record a failure: no further transfer begins, and only an abort is possible."""
+        """Record a failure, after which no transfer begins and only an abort is possible."""
         with self._changed:
             self._cause = self._cause or cause
             if self._state is WriterState.OPEN:

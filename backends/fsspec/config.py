@@ -1,4 +1,4 @@
-"""The options of `fsspec`; those that may be secret stay out of `repr` and messages."""
+"""The options of `fsspec`. Options that may be secret never appear in `repr` and messages."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class FsspecConfig(PluginConfig):
 
     Attributes:
         url: The root: `s3://bucket/run`, or any other URL that fsspec knows.
-        options: The options of the store itself. For S3 see `S3Options`; for others the arguments
-            of the fsspec file system. Credentials are better left to the environment.
-        part_bytes: The smallest part of an upload, and the largest piece of a read. Blobs of more
-            than 10,000 parts get larger ones.
+        options: The options of the store: `S3Options` for S3, else the arguments of the fsspec file
+            system. Prefer the environment for credentials.
+        part_bytes: Minimum part size of an upload, and maximum request size of a read. Blobs of
+            more than 10,000 parts get larger parts.
         parallel: Maximum requests in flight.
-        buffer_bytes: The memory for parts that are copied and in flight; data that covers a whole
-            part is not copied.
-        merge_gap_bytes: Ranges with a gap of at most this size are read in one request.
-        timeout_s: The seconds that a store may take to connect, or to send or take more bytes.
+        buffer_bytes: Memory for copied parts in flight; data that covers a whole part is not
+            copied.
+        merge_gap_bytes: The largest gap between two ranges that one request reads together.
+        timeout_s: Maximum seconds to connect, or to wait until the store sends or accepts bytes.
         attempts: Maximum attempts of an operation that is safe to repeat.
-        retry_total_s: The seconds after which no further attempt begins. If this is not above
+        retry_total_s: The seconds after which no further attempt begins. If this is at most
             `timeout_s`, an attempt that times out is the last one.
-        conditional_put: Whether the store itself decides which of two publishers was first
-            (`If-None-Match: *` of S3 and Azure, generations of Google). `auto` assumes so for AWS,
-            and probes other stores with a test record.
+        conditional_put: Whether the store decides between concurrent publishers (`If-None-Match: *`
+            of S3 and Azure, generations of Google). `auto` assumes so for AWS, and probes other
+            stores with a test record.
         checksums: Whether each part of an S3 upload carries a CRC for the store to check.
     """
 
@@ -100,7 +100,7 @@ class FsspecConfig(PluginConfig):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts of the options and the URL that no message may show."""
+        """Strings of the options and the URL that no message may show."""
         texts = _in_url(self.url)
         _collect(self.options, texts)
         return tuple({text for text in texts if text})
@@ -109,8 +109,8 @@ class FsspecConfig(PluginConfig):
 class S3Options(BaseModel):
     """`options` for S3.
 
-    Options that are not given come from the places that every AWS tool reads: environment,
-    `~/.aws`, web identity, container or instance role.
+    Missing options come from the sources that every AWS tool uses: environment, `~/.aws`, web
+    identity, container or instance role.
 
     Attributes:
         endpoint_url: The endpoint of stores other than AWS: `https://minio.example:9000`.
@@ -120,8 +120,8 @@ class S3Options(BaseModel):
         secret: The secret access key.
         token: The session token.
         anon: Whether to send requests without credentials.
-        addressing_style: Whether the bucket is named in the host name or in the path.
-        verify: Whether TLS certificates are checked; or a file with the certificates to trust.
+        addressing_style: Whether the host name or the path contains the bucket.
+        verify: Whether to check TLS certificates, or a file with the certificates to trust.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -160,7 +160,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = False) -> None:
-    """Add to `texts` all texts in options, except those of options known to be harmless."""
+    """Add all strings in options to `texts`, except those of options known to be harmless."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _collect(inner, texts, str(key), secret=secret or is_secret_name(str(key)))
@@ -174,7 +174,7 @@ def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = 
 
 
 def _in_url(url: str) -> list[str]:
-    """Return a URL's user with password, and the password alone; empty without a password."""
+    """Return `user:password` and `password` of a URL; an empty list without a password."""
     rest = url.partition("://")[2]
     # The last `@`: a password may hold one, and also `/`, where URL parsers end the host.
     head, _, _ = rest.rpartition("@")

@@ -1,8 +1,8 @@
-"""The store for any file system of fsspec: uses only its paths, streams and ranges.
+"""The store for fsspec's file systems, which uses only their paths, streams and ranges.
 
-fsspec's HTTP reads each answer whole, however long it is, and follows a redirect to any host with
-the headers of the user's options. So it gets a client that bounds answers and keeps headers to one
-origin.
+fsspec's HTTP file system reads answers of any length, and follows redirects to any host with the
+headers of the user's options. So this module gives it a client that limits the length of answers
+and sends headers to one origin only.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)", re.ASCII)
 async def bounded_client(**options: Any) -> ClientSession:
     """Return a session that refuses answers longer than the requested range.
 
-    With headers of the user it also refuses redirects to another origin: aiohttp would send all
-    headers there, except a few that it knows to be credentials.
+    If the user sets headers, the session also refuses redirects to another origin: aiohttp would
+    send all headers there, except a few that it knows to be credentials.
     """
     import aiohttp  # noqa: PLC0415 - an extra
 
@@ -93,7 +93,7 @@ async def bounded_client(**options: Any) -> ClientSession:
 
 
 class FileStore(Store):
-    """Keeps blobs as files below a folder of fsspec's file system for the scheme."""
+    """Keeps blobs as files under a folder of the fsspec file system for the URL's scheme."""
 
     def __init__(self, config: FsspecConfig) -> None:
         """Load the file system's class.
@@ -246,13 +246,15 @@ class FileStore(Store):
             return self._fs.open(path, mode, block_size=self.config.part_bytes)
 
     def rewrite(self, name: str, length: int) -> None:
-        """Cut a stored blob by writing it again.
+        """Truncate a stored blob by rewriting it.
 
         Raises:
-            StorageError: The blob is too long to hold in memory for that.
+            StorageError: The blob is too long to rewrite in memory.
         """
         if length > self.config.part_bytes:
-            msg = f"{place('seal', name, self.url)}: it can no longer be cut to {length} bytes"
+            msg = (
+                f"{place('seal', name, self.url)}: it can no longer be truncated to {length} bytes"
+            )
             raise StorageError(msg)
         path = self.path(name)
         with self.explained("seal", name):
@@ -260,14 +262,14 @@ class FileStore(Store):
             self._fs.pipe_file(path, bytes(data))
 
     def remove(self, name: str) -> None:
-        """Remove a file if that is possible; raises nothing."""
+        """Try to remove a file; never raises."""
         with suppress(Exception):
             self._fs.rm_file(self.path(name))
 
     def holds(self, name: str, stream: Any) -> bool:
-        """Return whether the file of that name is known to be the one that `stream` has open.
+        """Return whether the blob of that name is known to be the open file of `stream`.
 
-        False for most stores, which identify a blob by its name alone.
+        False for most stores, which identify a blob only by its name.
         """
         path = self.path(name)
         with suppress(OSError, AttributeError, ValueError):
@@ -286,14 +288,14 @@ class FileStore(Store):
         return f"{self._root}/{name}" if name else self._root
 
     def explained(self, what: str, name: str) -> AbstractContextManager[None]:
-        """Turn errors of the block into Penstock's errors."""
+        """Convert errors in the block to Penstock's errors."""
         return explained(what, name, url=self.url, scrub=self._scrub)
 
     # -- below ----------------------------------------------------------------------------------
 
     @cached_property
     def _renames(self) -> bool:
-        """Whether there is a real rename; fsspec's default one copies and deletes."""
+        """Whether the file system can rename; fsspec's default `mv` copies and deletes."""
         if self._object_store:
             return False
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
@@ -309,7 +311,7 @@ class FileStore(Store):
             raise CapabilityError(msg)
 
     def _ask(self, what: str, name: str, operation: Callable[[], T]) -> T:
-        """Run an operation that changes nothing, so may be retried."""
+        """Run a read-only operation, with retries."""
         with self.explained(what, name):
             return self._retry.run(operation, transient=is_transient, stop=threading.Event())
 
@@ -327,11 +329,11 @@ class FileStore(Store):
                     yield self._info(name, info)
 
     def _walk(self, top: str) -> dict[str, Any]:
-        """Return all files below `top`, by path; empty if `top` is no folder.
+        """Return all files below `top`, by path; empty if `top` is not a folder.
 
-        Not by fsspec's `find`: in most file systems it treats a folder as empty if its listing
-        fails, even by a broken connection. A checkpoint whose commit record is not listed seems not
-        to exist, and `prune` would delete its data.
+        fsspec's `find` is unsafe here: most file systems treat a folder as empty if its listing
+        fails, even after a network error. A checkpoint with an unlisted commit record would seem
+        not to exist, and `prune` would delete its data.
         """
         files: dict[str, Any] = {}
         folders = [top]
@@ -353,10 +355,10 @@ class FileStore(Store):
         return files
 
     def _check_is_listing(self, folder: str, entries: Sequence[dict[str, Any]]) -> None:
-        """Refuse a page that only seems to list an empty folder, such as the login of a gateway.
+        """Refuse a page that only looks like an empty folder, such as a gateway's login page.
 
-        fsspec reads any answer over HTTP as a listing, and ignores all but links. A run that seems
-        to have no checkpoints would start from scratch.
+        fsspec parses any HTTP answer as a listing, and reads only its links. A run that seems to
+        have no checkpoints would start from scratch.
         """
         if any(_ENTRY.fullmatch(entry["name"], len(folder)) for entry in entries):
             return
@@ -417,7 +419,7 @@ def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
 
 
 def _time_s(info: dict[str, Any]) -> float | None:
-    """Return the time of the last change; None if the store does not report it."""
+    """Return the modification time; None if the store does not report it."""
     time = next((info[key] for key in _TIMES if info.get(key) is not None), None)
     if isinstance(time, str):
         time = datetime.fromisoformat(time)
@@ -427,10 +429,10 @@ def _time_s(info: dict[str, Any]) -> float | None:
 
 
 class StreamWriter(StoreWriter):
-    """Appends to a stream, opened when the first bytes come; gaps are written as zeros.
+    """Appends to a stream, opened on first use. Fills gaps with zeros.
 
-    If a stream cannot be cut, its blob is written again, up to the size of one part. The blob is as
-    durable as the close of its stream; a file below the stream is synced.
+    If the stream cannot be truncated, `seal` rewrites the blob, up to the size of one part. Closing
+    the stream makes the blob durable; if the stream has a file descriptor, `seal` syncs it first.
     """
 
     _store: FileStore
@@ -503,7 +505,7 @@ class StreamWriter(StoreWriter):
 
 
 def _disable_close(stream: Any) -> None:
-    """Mark a stream as closed, without a call of the store, which may hang.
+    """Mark a stream as closed without calling the store, since such a call may hang.
 
     The store drops an unfinished upload automatically.
     """
@@ -519,7 +521,7 @@ def _stores_on_close(stream: Any) -> bool:
 
 
 def _flush(stream: Any) -> None:
-    """Flush a stream, and sync the file below it if there is one; others are stored by `close`."""
+    """Flush a stream, and sync it if it has a file descriptor; `close` stores other streams."""
     stream.flush()
     try:
         number = stream.fileno()
@@ -568,7 +570,7 @@ def _bounded_response() -> type[ClientResponse]:
 
 
 def _limit_bytes(answer: ClientResponse) -> int:
-    """Return the most bytes of an answer's body, by its status and the requested range."""
+    """Return the maximum size of an answer's body for its status and the requested range."""
     if answer.status >= _ERROR:
         return _REFUSAL_BYTES
     bounds = _RANGE.fullmatch(answer.request_info.headers.get("Range", ""))

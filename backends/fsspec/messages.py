@@ -52,12 +52,12 @@ class Scrubber:
 
 
 def place(what: str, name: str, url: str) -> str:
-    """Return the beginning of a message: what failed, on which name, on which store."""
+    """Return the start of an error text, with the operation, the name and the store."""
     return f"cannot {what} {name or 'the root'} on {url}"
 
 
 def status_of(error: BaseException) -> int:
-    """Return an error's HTTP status, under the names that most file systems use; else 0."""
+    """Return the HTTP status from the attributes that most file systems use; 0 if none is set."""
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
     return status if isinstance(status, int) else 0
 
@@ -118,7 +118,7 @@ def storage_error(
 
 
 class Mapped(Protocol):
-    """Returns a store's error as one of Penstock's, as `storage_error` does."""
+    """Converts a store's error to one of Penstock's errors, like `storage_error`."""
 
     def __call__(
         self, error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
@@ -129,7 +129,7 @@ class Mapped(Protocol):
 def explained(
     what: str, name: str, *, url: str, scrub: Scrubber, mapped: Mapped = storage_error
 ) -> Iterator[None]:
-    """Turn every exception of a store into one of Penstock's errors."""
+    """Convert every exception in the block to one of Penstock's errors."""
     try:
         yield
     except PenstockError:

@@ -1,7 +1,7 @@
-"""The base of the two kinds of store, S3 and any file system of fsspec: retries and ranges.
+"""The base class of the stores for S3 and for fsspec's file systems, with retries and ranges.
 
-Attempts are bounded in number and in time, with exponential backoff and full jitter. Reads of near
-ranges are merged into one request, and large ones are cut.
+Retries are limited in number and in time, with exponential backoff and full jitter. Reads of
+nearby ranges are merged into one request, and large reads are split.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _WASTE = 20  # wanted bytes for each byte of gaps, besides `gap_bytes`
 
 
 class Store(ABC):
-    """The root of one process for `FsspecBackend`, which checks names. Thread-safe.
+    """Accesses one root for `FsspecBackend`, which checks names. Thread-safe.
 
-    Methods without a docstring do what `Backend`'s methods of the same name promise.
+    `Backend` documents the methods without a docstring.
     """
 
     def __init__(self, config: FsspecConfig) -> None:
@@ -53,7 +53,7 @@ class Store(ABC):
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """The capabilities, determined once."""
+        """The cached capabilities."""
         return self.find_capabilities()
 
     @abstractmethod
@@ -81,13 +81,13 @@ class Store(ABC):
         """Store a record by one conditional put, so that the store decides between publishers.
 
         Raises:
-            BlobExistsError: The store refused, and nothing of ours can have been stored.
+            BlobExistsError: The store refused, and the record was certainly not stored.
             StorageError: The put failed, or its outcome is unknown.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> Sequence[BlobInfo]:
-        """Return all names with the prefix, in any order, including foreign names."""
+        """Return all names with the prefix, in any order, even names that are not blob names."""
 
     @abstractmethod
     def stat(self, name: str) -> BlobInfo: ...
@@ -119,7 +119,7 @@ class Store(ABC):
             raise BlobExistsError(msg)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Read all requests, several at a time; merges near ranges."""
+        """Read all requests in parallel; merges nearby ranges."""
         for name in {r.name for r in requests if not r.target.nbytes}:
             self.stat(name)
         spans = plan_spans(
@@ -133,12 +133,12 @@ class Store(ABC):
             settle([self.transfers.submit(partial(self.fill, span)) for span in spans])
 
     def probe_conditional_puts(self) -> tuple[bool, tuple[str, ...]]:
-        """Put a test record twice, to see whether the store refuses the second put.
+        """Put a test record twice to see whether the store refuses the second put.
 
-        Some stores silently ignore a condition, and then two savers of one step would both win.
+        Some stores silently ignore the condition; two writers of one step would then both succeed.
 
         Returns:
-            Whether the store decides between publishers, and notes on why not.
+            Whether the store decides between publishers, and notes that explain why not.
         """
         probe = f"clock/{secrets.token_hex(8)}"  # a folder that `prune` cleans up after a crash
         try:
@@ -164,15 +164,15 @@ class Store(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Runs an operation until it succeeds, fails for good, or has used up its attempts or time.
+    """Runs an operation until it succeeds, fails permanently, or reaches a limit.
 
     Full jitter (a random time below the exponential bound) keeps the ranks of a large job from
     retrying all at once; after Brooker, "Exponential Backoff And Jitter", AWS 2015.
 
     Attributes:
         attempts: Maximum attempts.
-        total_s: The time after the first attempt at which the last one may begin.
-        random: Draws the pauses from the system: forked ranks must not draw the same pauses.
+        total_s: The seconds after which no further attempt begins.
+        random: Draws the pauses from the system, so that forked ranks draw different pauses.
         timing: The bounds of the pauses between attempts.
     """
 
@@ -218,7 +218,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class RangePiece:
-    """Bytes of a blob from `offset` on, and their target memory."""
+    """A range of a blob that starts at `offset`, and its target memory."""
 
     offset: int
     target: memoryview
@@ -231,7 +231,7 @@ class RangePiece:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request to the store: ascending pieces without overlap, and the gaps between them."""
+    """One request to the store, for ascending pieces without overlap and the gaps between them."""
 
     name: str
     pieces: tuple[RangePiece, ...]
@@ -253,9 +253,9 @@ def plan_spans(requests: Sequence[ReadRequest], *, piece_bytes: int, gap_bytes: 
     Args:
         requests: The reads, in any order; they may overlap.
         piece_bytes: Maximum bytes of a span.
-        gap_bytes: The longest gap that is read too. All gaps of a span together are at most this
-            plus a twentieth of its wanted bytes, so many small reads far apart do not become one
-            read of nearly the whole blob.
+        gap_bytes: The longest gap that a span may include. All gaps of a span together are at most
+            this plus a twentieth of its wanted bytes, so that many small reads far apart do not
+            become one read of nearly the whole blob.
     """
     spans: list[Span] = []
     wanted = sorted((r for r in requests if r.target.nbytes), key=attrgetter("name"))

@@ -1,5 +1,5 @@
-"""The file backends' common part: names under a root folder, direct I/O, the life of a file.
+"""The shared code of the file backends: names under a root, direct I/O, writers and transfers.
 
-It includes the engine of threads; the engine of io_uring is in `penstock.backends.uring`. Imported
-by `posix`, `uring` and `lustre`.
+It includes the thread engine; the io_uring engine is in `penstock.backends.uring`. Imported by
+`posix`, `uring` and `lustre`.
 """

@@ -1,4 +1,4 @@
-"""The base of the file backends: the contract without the engine that moves bytes."""
+"""The base class of the file backends, which implements all but the engine that moves bytes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ class LocalConfig(PluginConfig):
 
     Attributes:
         path: The root folder; the first write creates it.
-        direct_io: `auto` bypasses the page cache if a probe succeeds, `on` refuses to work if it
-            fails, `off` never bypasses the cache.
-        allocate_bytes: The window of space allocated ahead of the writes, in bytes; 0 is off. The
-            surplus is freed when a blob is sealed.
-        owner: For a root below a folder where every user can create one (`/tmp`, `/dev/shm`):
-            `self` refuses a root that belongs to any user except this one and root, `any` trusts
-            every owner.
+        direct_io: `auto` bypasses the page cache if a probe succeeds. `on` raises an error if the
+            probe fails. `off` never bypasses the cache.
+        allocate_bytes: The space to reserve ahead of the writes, in bytes; 0 reserves none. `seal`
+            frees the surplus.
+        owner: For a root in a folder that all users can write to (`/tmp`, `/dev/shm`): `self`
+            requires that this user or root owns it, `any` trusts every owner.
     """
 
     path: str = Field(min_length=1, pattern=r"^[^\x00]*$")
@@ -89,12 +88,12 @@ class LocalBackend(Backend):
 
     @property
     def url(self) -> str:
-        """The root as a URL, the same for each engine: a run has one name in messages."""
+        """The root as a `file://` URL, so that messages name a run equally for all engines."""
         return f"file://{quote(self._names.root)}"
 
     @property
     def capabilities(self) -> Capabilities:
-        """The proven capabilities; the first call probes direct I/O, and leaves no file."""
+        """The capabilities. The first call probes direct I/O without leaving a file."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,
@@ -114,13 +113,13 @@ class LocalBackend(Backend):
     @property
     @abstractmethod
     def _parallel(self) -> int:
-        """The most transfers in flight."""
+        """The maximum number of transfers in flight."""
 
     @abstractmethod
     def _open_engine(self) -> Engine: ...
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Create a blob as the contract says; its file may be listed before it is sealed."""
+        """See `Backend.create`. `list` may show the file before it is sealed."""
         engine = self._running_engine()
         fd, folders = self._create_file(name, size_hint)
         try:
@@ -141,7 +140,7 @@ class LocalBackend(Backend):
         return writer
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Start to write and return at once; callbacks of the future run in the engine's thread."""
+        """Start a write and return at once; the future's callbacks run in an engine thread."""
         if isinstance(writer, FileWriter):
             try:
                 return writer.submit(requests)
@@ -150,18 +149,18 @@ class LocalBackend(Backend):
         return super().submit_write(writer, requests)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read as the contract says."""
+        """See `Backend.read`."""
         settle(self._begin_read(requests, inline=True))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Start to read and return at once; callbacks of the future run in the engine's thread."""
+        """Start a read and return at once; the future's callbacks run in an engine thread."""
         try:
             return self._begin_read(requests, inline=False)
         except StorageError as error:
             return failed(error)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record as the contract says; one version even if the record is replaced."""
+        """See `Backend.read_record`. Reads one open file, so a replace cannot mix versions."""
         self._check_open()
         fd = self._names.open_file(name)
         try:
@@ -181,42 +180,42 @@ class LocalBackend(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish a record as the contract says, by `link(2)` or `rename(2)`."""
+        """See `Backend.publish`. Publishes with `link(2)` or `rename(2)`."""
         self._check_open()
         self._names.publish(name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List as the contract says; links are not followed."""
+        """See `Backend.list`. Does not follow links."""
         self._check_open()
         return self._names.list(prefix)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return size and time as the contract says."""
+        """See `Backend.stat`."""
         self._check_open()
         return self._names.stat(name)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete as the contract says, and remove folders that become empty."""
+        """See `Backend.delete`. Also removes folders that become empty."""
         self._check_open()
         self._names.delete(names)
 
     def check_writable(self) -> None:
-        """Check permissions and mount of the root, or of the folder where it will be created."""
+        """Check permissions and mount of the root, or of its nearest existing parent."""
         self._check_open()
         self._names.check_writable()
 
     def sweep(self, before_s: float, /) -> None:
-        """Remove old temporary files, and folders without any file."""
+        """Remove old temporary files and empty folders."""
         self._check_open()
         self._names.sweep(before_s)
 
     def free_bytes(self) -> int:
-        """Return the free bytes for users without privileges; ignores quotas."""
+        """Return the free bytes for unprivileged users; ignores quotas."""
         self._check_open()
         return self._names.free_bytes()
 
     def close(self) -> None:
-        """Close as the contract says; blobs that were not sealed are aborted."""
+        """See `Backend.close`. Aborts unsealed blobs."""
         with self._lock:
             if self._closed:
                 return
@@ -305,13 +304,13 @@ class LocalBackend(Backend):
         if offset < 0 or offset + length > size:
             msg = (
                 f"cannot read bytes {offset} to {offset + length} of {blob.name} under "
-                f"{self._names.root}: it has {size}"
+                f"{self._names.root}: it ends at {size}"
             )
             raise BlobTruncatedError(msg)
 
 
 def path_from_url(url: str) -> str:
-    """Return the path that `url` means: percent-decoded after a scheme, else unchanged.
+    """Return the path of `url`, percent-decoded if it has a scheme.
 
     Raises:
         ConfigError: The URL names no folder, or names another machine (`file://host/...`).
@@ -335,7 +334,7 @@ def local_options(url: str, options: dict[str, str]) -> dict[str, str]:
     """Return `options` with the path of `url` added.
 
     Raises:
-        ConfigError: The options hold a path, too.
+        ConfigError: The options also hold a path.
     """
     if "path" in options:
         msg = f"{url}: the path is in the URL; remove 'path' from its options"
@@ -361,15 +360,15 @@ def _carry_all(batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
 
 
 def is_virtio(folder: str, sys: str = "/sys/dev/block") -> bool:
-    """Return whether `folder` is on a disk of the hypervisor's own kind (virtio).
+    """Return whether `folder` is on a paravirtual disk of the hypervisor (virtio).
 
-    Such a disk hands each small page to the host separately: direct reads into memory in pages of
-    4 KiB gave 1.3 GB/s where huge pages gave 3.1 (Firecracker, Linux 6.18). An NVMe controller does
-    not care. False if the disk is unknown, as for file systems without a device.
+    Such a disk passes each small page to the host separately: direct reads into 4 KiB pages reached
+    1.3 GB/s where huge pages reached 3.1 (Firecracker, Linux 6.18). For an NVMe controller the page
+    size makes no difference. False if the disk is unknown, as for file systems without a device.
 
     Args:
-        folder: The folder; if missing, its first existing parent counts.
-        sys: Where the kernel describes devices by number; tests have their own.
+        folder: The folder; if it does not exist, its nearest existing parent is checked.
+        sys: Where the kernel describes devices by number; tests pass their own folder.
     """
     number = _device_of(folder)
     waiting = [] if number is None else [Path(sys, f"{os.major(number)}:{os.minor(number)}")]

@@ -1,4 +1,4 @@
-"""The writer of one file, and whether it bypasses the page cache (direct I/O)."""
+"""The writer of one file, and the decision to bypass the page cache (direct I/O)."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class FileWriter(BlobWriter):
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Start to write; the buffers are in use until the future is done.
+        """Start a write, which uses the buffers until the future is done.
 
         Raises:
-            StorageError: The blob is sealed or dead, or two requests touch one page; no write was
-                started.
+            StorageError: The blob is sealed or dead, or two requests touch the same page. No write
+                has started.
         """
         flat = [(r.offset, tuple(flat_view(b) for b in r.buffers)) for r in requests if r.length]
         with self._changed:
@@ -88,19 +88,19 @@ class FileWriter(BlobWriter):
         return batch.future
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """Write as the contract says."""
+        """See `BlobWriter.write`."""
         settle(self.submit(requests))
 
     def seal(self, length: int, /) -> None:
-        """Seal as the contract says: wait for all writes, sync the file, then the folders.
+        """See `BlobWriter.seal`. Waits for all writes, syncs the file, then the folders.
 
-        After a failed fsync the blob is dead: the kernel may have dropped pages that it could not
-        write, and a second fsync would succeed without them.
+        A failed fsync is never retried: the kernel may have dropped pages that it could not write,
+        and a second fsync would succeed without them.
         """
         self._make_durable("seal", length, _State.SEALED)
 
     def sync(self, length: int, /) -> None:
-        """Sync as the contract says; folders are synced the first time."""
+        """See `BlobWriter.sync`. The first call also syncs the folders."""
         self._make_durable("sync", length, _State.OPEN)
         self._ahead.end()  # a killed process would leave the reserved space
 
@@ -132,10 +132,10 @@ class FileWriter(BlobWriter):
                     self._changed.notify_all()
 
     def abort(self) -> None:
-        """Abort as the contract says, and remove the file, so that its space is free at once.
+        """See `BlobWriter.abort`. Removes the file to free its space at once.
 
-        Leaves another file of that name alone: if this process was suspended, it may be the blob of
-        the copy that took over.
+        Keeps another file of that name, which a restarted job may have created while this process
+        was suspended.
         """
         if os.getpid() != self._pid:  # in a forked child: the parent may still write the blob
             return
@@ -174,9 +174,9 @@ class FileWriter(BlobWriter):
         return self._state.name.lower() + " already"
 
     def _claim_edges(self, requests: list[tuple[int, tuple[memoryview, ...]]]) -> None:
-        """Refuse two requests that share a page: each would overwrite the other's part with zeros.
+        """Refuse two requests that share a page: each would fill the other's bytes with zeros.
 
-        A shared page is an edge page of both requests, so remembering edges is enough.
+        A shared page is an edge page of both requests, so it is enough to remember edge pages.
         """
         fresh: set[int] = set()
         for offset, buffers in requests:
@@ -218,9 +218,9 @@ class FileWriter(BlobWriter):
 
 
 class SpaceAhead:
-    """Reserves space in windows, ahead of the writes: 1.3x faster on ext4, and fewer extents.
+    """Reserves space ahead of the writes, which is 1.3x faster on ext4 and gives fewer extents.
 
-    Never fails: if space cannot be reserved, the write itself fails with the reason.
+    Never fails: if no space can be reserved, the write fails later and reports the reason.
     """
 
     def __init__(self, window_bytes: int, size_hint: int | None) -> None:
@@ -230,12 +230,12 @@ class SpaceAhead:
         self._lock = threading.Lock()  # guards `_reserved` and `_window`
 
     def end(self) -> None:
-        """Reserve nothing from now on."""
+        """Stop reserving space."""
         with self._lock:
             self._window = 0
 
     def reach(self, fd: int, stop: int) -> None:
-        """Reserve all space below `stop`."""
+        """Reserve space at least up to the offset `stop`."""
         with self._lock:
             if not self._window or stop <= self._reserved:
                 return
@@ -255,9 +255,9 @@ class SpaceAhead:
 
 
 class DirectAccess:
-    """Decides, once, whether files under `root` are written and read with `O_DIRECT`.
+    """Decides once whether to write and read files under `root` with `O_DIRECT`.
 
-    Probes only at the first use, so that listing a run stays quick.
+    The probe waits for the first use, so that listing a run stays quick.
     """
 
     def __init__(self, mode: DirectMode, root: str) -> None:
@@ -268,7 +268,7 @@ class DirectAccess:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why direct I/O is not used, None if it is; probes without leaving a file."""
+        """Why direct I/O is not used; None if it is used. Probes without leaving a file."""
         with self._lock:
             if self._verdict == "":
                 verdict, final = _probe_writing(self._root)
@@ -278,10 +278,10 @@ class DirectAccess:
             return self._verdict
 
     def required(self, refusal: str | None) -> bool:
-        """Return whether to use direct I/O after this verdict.
+        """Return whether to use direct I/O; `refusal` is the reason against it, or None.
 
         Raises:
-            CapabilityError: Direct I/O was refused although the options say `direct_io="on"`.
+            CapabilityError: Direct I/O was refused, but the options say `direct_io="on"`.
         """
         if refusal is not None and self._mode == "on":
             msg = f"direct I/O is not possible under {self._root}: {refusal}; use direct_io='auto'"
@@ -289,13 +289,13 @@ class DirectAccess:
         return refusal is None
 
     def for_write(self, fd: int) -> bool:
-        """Switch a file to direct I/O for writes, if possible; return whether it was."""
+        """Switch a file to direct I/O for writes if possible; return whether it was possible."""
         return self.required(self.refusal) and self.required(enable(fd))
 
     def for_read(self, fd: int) -> bool:
-        """Switch a file to direct I/O for reads, if possible; probes without a write.
+        """Switch a file to direct I/O for reads if possible; return whether it was possible.
 
-        A run that is only restored may be on a read-only mount.
+        Probes without a write, since a run that is only restored may be on a read-only mount.
         """
         with self._lock:
             if self._verdict == "":
@@ -316,7 +316,7 @@ def enable(fd: int) -> str | None:
 
 
 def _probe_writing(root: str) -> tuple[str | None, bool]:
-    """Return the reason against direct I/O, if any, and whether it is final."""
+    """Return why direct I/O is impossible (None if possible), and whether this is final."""
     exists = os.path.isdir(root)
     folder = root
     while not os.path.isdir(folder):

@@ -1,4 +1,4 @@
-"""The mapping of `OSError` to our errors, in one place for all file backends."""
+"""The mapping of `OSError` to Penstock's errors, in one place for all file backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ByteRange
 
     Advise = Callable[[OSError, ByteRange | None], str]
-    """Returns advice on a failure in these bytes of a blob; empty if there is none."""
+    """Returns advice on a failure in a byte range of a blob; empty without advice."""
 
 _HINTS = {
     errno.EACCES: "check the owner and the permissions of the folder",
@@ -53,7 +53,7 @@ _CUT_SHORT = {errno.EINVAL, errno.EIO}
 
 
 def storage_error(error: OSError, what: str, name: str, root: str) -> StorageError:
-    """Map `error` to one of ours; `what` is the verb that failed, `name` the blob or record."""
+    """Map `error` of the operation `what` on the blob or record `name` to a StorageError."""
     where = f"cannot {what} {name or 'the root'} under {root}"
     number = error.errno or 0
     if number in _OF_THE_ROOT:  # the root first: the user must change it, not the record
@@ -83,7 +83,7 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
 
 @contextmanager
 def explained(what: str, name: str, root: str, advise: Advise | None = None) -> Iterator[None]:
-    """Map an `OSError` of the block to one of our errors."""
+    """Map an `OSError` in the block to a StorageError."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def explained(what: str, name: str, root: str, advise: Advise | None = None) -> 
 
 
 def advised(error: StorageError, advice: str) -> StorageError:
-    """Return `error` with the advice added to its message."""
+    """Return `error` with `advice` added to its message."""
     return type(error)(f"{error}; {advice}") if advice else error
 
 

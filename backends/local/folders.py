@@ -1,8 +1,8 @@
-"""Folders: opened one inside the other, created, made durable, and owned by the right user.
+"""Opens, creates and syncs folders, and checks their owners.
 
-In a folder where every user can create folders, such as `/dev/shm`, another user may create the
-folder of a run first. Its owner decides which checkpoints are restored, and which are copied to
-slower tiers.
+In a folder that all users can write to, such as `/dev/shm`, another user may create the folder of a
+run first. That user could then change checkpoints before they are restored, or copied to slower
+tiers.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def is_shared(folder: str) -> bool:
 
 
 class Ownership:
-    """Checks the owners of the entries of shared folders on the way to one root."""
+    """Checks who owns the path components of a root that are directly inside shared folders."""
 
     def __init__(self, root: str) -> None:
-        """Create the check of `root`, and read nothing yet."""
+        """Prepare the check of `root` without reading the file system."""
         self._root = root
         self._entrances: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Refuse the root if another user owns an entry on the way; warn if others can write there.
+        """Refuse a root with a component of another user; warn if other users can write to one.
 
         Raises:
-            CapabilityError: Another user owns an entry on the way to the root.
+            CapabilityError: Another user owns a component of the path.
         """
         if self._entrances is None:
             ways = dict.fromkeys((self._root, os.path.realpath(self._root)))
@@ -72,7 +72,7 @@ class Ownership:
 
 
 def _entrances(path: str) -> Iterator[str]:
-    """Yield the entries of shared folders on the way to `path`."""
+    """Yield the components of `path` that are directly inside shared folders."""
     parts = path.strip("/").split("/")
     for depth in range(len(parts)):
         if is_shared("/" + "/".join(parts[:depth])):
@@ -91,7 +91,7 @@ def _warn_once(entrance: str) -> None:
 
 
 class Folders:
-    """Open folders from the root down to the one that holds a name."""
+    """Keeps the folders open from the root down to the folder that holds a name."""
 
     def __init__(self, root: str, fds: list[int]) -> None:
         self._root = root
@@ -103,10 +103,10 @@ class Folders:
         return self._fds[-1]
 
     def sync(self) -> None:
-        """Make every entry on the way durable, from the innermost up to the root's own.
+        """Make the directory entries of all folders durable, from the innermost to the root's.
 
-        Syncs all of them, not only those that this process created: another process may have
-        created a folder without a sync yet, and a power cut would remove it with our file.
+        Syncs even folders that this process did not create: another process may not have synced
+        them yet, and a power cut would remove them with our file.
         """
         for fd in reversed(self._fds):
             os.fsync(fd)
@@ -120,16 +120,16 @@ class Folders:
             os.close(parent)
 
     def close(self) -> None:
-        """Close all; idempotent."""
+        """Close all folders. Idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 
 
 def make_folder(path: str) -> None:
-    """Create `path` and the missing folders above it, each durable before the next is created.
+    """Create `path` and its missing parents, each durable before the next is created.
 
-    A folder directly in one where every user can create files gets mode 0700, so that other users
-    cannot replace checkpoints.
+    A folder directly inside a shared folder gets mode 0700, so that other users cannot replace
+    checkpoints.
     """
     if os.path.isdir(path):
         return

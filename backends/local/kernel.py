@@ -94,7 +94,7 @@ def direct_alignment(fd: int) -> int | None:
 
 
 def file_system_type(fd: int) -> int:
-    """Return the magic number of the file system, `f_type` of statfs(2).
+    """Return the file system's magic number (`f_type` of statfs(2)).
 
     Raises:
         OSError: The file system does not report it.
@@ -106,7 +106,7 @@ def file_system_type(fd: int) -> int:
 
 
 def memory_file_system(fd: int) -> str | None:
-    """Return the name of an in-memory file system, else None; it may accept O_DIRECT anyway."""
+    """Return the name of an in-memory file system, which may accept O_DIRECT; else None."""
     try:
         return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:

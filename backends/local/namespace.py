@@ -1,7 +1,7 @@
-"""Names under one root folder: every lookup walks down with open folders and follows no link.
+"""Names under one root folder. Every lookup opens folder by folder and follows no link.
 
-A path could leave the root by a link that replaced a folder meanwhile. Names of the contract have
-no `~`, so temporary files begin with it and are never listed.
+Otherwise a link that replaces a folder could lead out of the root. Blob names have no `~`, so
+temporary files begin with it and are never listed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from penstock.backends.local.folders import Ownership
 
     Birth = Callable[[str], None]
-    """Creates an empty file at a path where there is none, for instance with a layout.
+    """Creates an empty file at a new path, for instance with a layout.
 
     The path begins with `/proc/self/fd/` and the number of the open folder.
 
-    Raises OSError or StorageError; the caller removes a file left then.
+    Raises OSError or StorageError; the caller then removes any file at the path.
     """
 
 _T = TypeVar("_T")
@@ -40,14 +40,14 @@ _ATTEMPTS = 8  # a delete may remove an empty folder between its creation and it
 
 
 class Namespace:
-    """Keeps blobs and records as files under `root`; has no state, so it needs no lock."""
+    """Keeps blobs and records as files under `root`. Stateless, so it needs no lock."""
 
     def __init__(self, root: str, *, ownership: Ownership | None = None) -> None:
         self.root = root
         self._ownership = ownership
 
     def open_folders(self, name: str, *, create: bool = False) -> Folders:
-        """Walk to the folder of `name`, and return the open folders, which the caller closes.
+        """Open the folders from the root to that of `name`; the caller closes the result.
 
         Raises:
             OSError: A folder is missing, or a link or a file is in the way.
@@ -57,11 +57,11 @@ class Namespace:
     def create_file(self, name: str, *, birth: Birth | None = None) -> tuple[int, Folders]:
         """Create a new empty file; the caller closes both results.
 
-        `birth`, if given, creates the file under a temporary name; the link to its own name then
-        fails if the name is taken.
+        A given `birth` creates the file under a temporary name. Linking it to `name` then fails if
+        the name is taken.
 
         Raises:
-            StorageError: As `Backend.create`.
+            StorageError: See `Backend.create`.
         """
         check_blob_name(name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -81,7 +81,7 @@ class Namespace:
         """Open a blob for reading.
 
         Raises:
-            StorageError: As `Backend.read`.
+            StorageError: See `Backend.read`.
         """
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
@@ -101,7 +101,7 @@ class Namespace:
     def publish(
         self, name: str, data: bytes, *, exclusive: bool, birth: Birth | None = None
     ) -> None:
-        """Publish a record: temporary file, fsync, link or rename, fsync of the folders."""
+        """Write a temporary file, sync it, link or rename it to `name`, and sync the folders."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
         visible = False
@@ -126,7 +126,7 @@ class Namespace:
             raise UnsyncedError(msg) from error
 
     def list(self, prefix: str) -> list[BlobInfo]:
-        """List names as `Backend.list`."""
+        """See `Backend.list`."""
         check_blob_name(prefix, prefix=True)
         folder = prefix.rpartition("/")[0]
         infos: list[BlobInfo] = []
@@ -143,7 +143,7 @@ class Namespace:
         return sorted(infos, key=lambda info: info.name)
 
     def stat(self, name: str) -> BlobInfo:
-        """Return size and time as `Backend.stat`."""
+        """See `Backend.stat`."""
         check_blob_name(name)
         leaf = name.rpartition("/")[2]
         try:
@@ -157,7 +157,7 @@ class Namespace:
         return BlobInfo(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete as `Backend.delete`; each folder's names are durably gone before the next's."""
+        """See `Backend.delete`. Each folder's deletions are durable before the next folder's."""
         for name in names:
             check_blob_name(name)
         start = 0
@@ -173,7 +173,7 @@ class Namespace:
             start = stop
 
     def free_bytes(self) -> int:
-        """Return the free bytes where the root is, or will be created."""
+        """Return the free bytes at the root or its nearest existing parent."""
         folder = self.root
         while True:
             try:
@@ -186,7 +186,7 @@ class Namespace:
                 return status.f_bavail * status.f_frsize
 
     def check_writable(self) -> None:
-        """Check that the root, or the folder where it will be created, can be written."""
+        """Check that the root, or its nearest existing parent, can be written."""
         folder = self.root
         if self._ownership is not None:
             self._ownership.check()
@@ -203,9 +203,9 @@ class Namespace:
             raise storage_error(OSError(number, os.strerror(number)), "write", "", self.root)
 
     def sweep(self, before_s: float) -> None:
-        """Remove old temporary files, and folders without any file.
+        """Remove old temporary files and empty folders.
 
-        Only below the folders of our own names: other files under the root belong to the user.
+        Sweeps only the folders of Penstock's names: other files under the root belong to the user.
         """
         for top in _TOPS:
             try:
@@ -218,7 +218,7 @@ class Namespace:
     # -- below --------------------------------------------------------------------------------
 
     def _refuse_no_folder(self, prefix: str) -> None:
-        """Raise if `commits` or `data` itself is a link or a file.
+        """Raise if a top folder such as `commits` or `data` is a link or a file.
 
         Otherwise a run whose records were moved to another disk would look like a run without
         records, and `prune` would delete all its data as garbage.
@@ -238,8 +238,8 @@ class Namespace:
     def _sweep_below(self, top: str, before_s: float) -> None:
         """Sweep the folder `top` and all folders below it, the deepest first.
 
-        Uses a list, not recursion, and goes no deeper than names do: thousands of nested folders
-        would exhaust the stack, or the open files.
+        Avoids recursion, and goes no deeper than valid names: thousands of nested folders would
+        exhaust the stack or the open files.
         """
         todo, old = [top], list[str]()
         while todo:
@@ -267,7 +267,7 @@ class Namespace:
             folders.close()
 
     def _make(self, name: str, action: Callable[[int], _T]) -> tuple[_T, Folders]:
-        """Run `action` in the folder of `name`; create the folder, again if a delete removes it."""
+        """Create the folder of `name` and run `action` in it; retry if a delete removes it."""
         for attempt in range(_ATTEMPTS):
             try:
                 folders = self.open_folders(name, create=True)
@@ -373,7 +373,7 @@ class Namespace:
 
 
 def _obstacle(folder: str) -> int:
-    """Return the error number that creating a file in `folder` would fail with; 0 if none."""
+    """Return the errno with which creating a file in `folder` would fail; 0 if it would not."""
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         return errno.ENOTDIR
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
@@ -383,7 +383,7 @@ def _obstacle(folder: str) -> int:
 
 
 def _inside(folder: int, leaf: str) -> str:
-    """Return a path into an open folder, valid even if the folder was replaced since."""
+    """Return a path into an open folder that stays valid if the folder is replaced."""
     return f"/proc/self/fd/{folder}/{leaf}"
 
 
@@ -449,7 +449,7 @@ def _sweep_files(folder: int, before_s: float) -> dict[str, bool]:
     """Remove old temporary files from one folder.
 
     Returns:
-        The folders inside, and whether each is old.
+        The names of the folders inside, each with whether it is old.
     """
     inside: dict[str, bool] = {}
     with os.scandir(folder) as entries:

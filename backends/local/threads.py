@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ThreadEngine:
-    """Moves transfers in at most `parallel` threads, started when there is work for them."""
+    """Moves transfers in at most `parallel` threads, which it starts on demand."""
 
     def __init__(
         self, parallel: int, *, readv: Call = os.preadv, writev: Call = os.pwritev
@@ -33,7 +33,7 @@ class ThreadEngine:
         self._lock = threading.Lock()  # guards `_threads` and `_closed`
 
     def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
-        """Start the transfers as `Engine.start`."""
+        """See `Engine.start`."""
         with self._lock:
             if self._closed:
                 msg = "the backend is closed"
@@ -54,7 +54,7 @@ class ThreadEngine:
                 self._queue.put(transfer)
 
     def close(self) -> None:
-        """Close as `Engine.close`."""
+        """See `Engine.close`."""
         if os.getpid() != self._pid:  # in a forked child, which lacks the threads
             return
         with self._lock:
@@ -97,7 +97,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def carry(flight: Flight, readv: Call, writev: Call) -> None:
-    """Move one transfer to its end, in the calling thread.
+    """Complete one transfer in the calling thread.
 
     Raises:
         OSError, EOFError: The transfer failed.

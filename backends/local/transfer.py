@@ -1,7 +1,7 @@
-"""Transfers: requests cut into vectored calls, with bounce pages for bytes that are not aligned.
+"""Transfers: requests cut into vectored calls, with bounce pages for unaligned bytes.
 
-A direct transfer covers whole pages of the file. If memory and file have the same phase, the
-aligned middle of a buffer is moved in place. Edges, and buffers of another phase, are copied
+A direct transfer covers whole pages of the file. If a buffer and its range of the file have the
+same offset in a page, the aligned middle is moved in place. Edges and other buffers are copied
 through the page-aligned slot of the transfer's lane: `[head | middle | tail]` in one call.
 """
 
@@ -39,10 +39,10 @@ _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ECANCELED}
 
 
 class TransferBatch:
-    """Counts transfers down; keeps the first error, and waits for the other transfers.
+    """Counts the transfers of a batch, and completes its future after the last one.
 
-    The future resolves only when the kernel no longer uses any buffer of the batch: the caller may
-    free them at once.
+    The future raises the first error. It is done only when the kernel no longer uses any buffer of
+    the batch, so the caller may then free them.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class TransferBatch:
 
     @property
     def failed(self) -> bool:
-        """Whether a transfer has failed, so that those not yet begun may be dropped."""
+        """Whether a transfer has failed, so that transfers that have not begun may be dropped."""
         return self._error is not None
 
     def begin(self, count: int) -> None:
-        """Expect `count` calls of `done`; with none, the batch is complete at once."""
+        """Expect `count` calls of `done`; 0 completes the batch at once."""
         self._left = count
         if count == 0:
             self._resolve()
 
     def fail(self, error: Exception, transfer: Transfer | None = None) -> None:
-        """Keep the first error, mapped to one of our own."""
+        """Record an error if it is the first, mapped to one of Penstock's errors."""
         with self._lock:
             if self._error is None:
                 self._error = self._explain(error, transfer)
 
     def done(self) -> None:
-        """Count an ended transfer, failed or not, that no longer uses its buffers."""
+        """Count a transfer that has ended or failed, and no longer uses its buffers."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -118,13 +118,13 @@ class TransferBatch:
 
 
 class Engine(Protocol):
-    """Moves transfers; several batches may be in flight."""
+    """Moves the transfers of batches; several batches may be in flight."""
 
     def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
-        """Start the transfers without waiting for I/O; `batch.future` resolves at their end."""
+        """Start the transfers without waiting for I/O; they complete `batch.future`."""
 
     def close(self) -> None:
-        """Wait for the transfers in flight, and release everything; idempotent."""
+        """Wait for the transfers in flight, then release all resources. Idempotent."""
 
 
 def failed(error: StorageError) -> Future[None]:
@@ -137,8 +137,8 @@ def failed(error: StorageError) -> Future[None]:
 def settle(future: Future[None]) -> None:
     """Wait for `future`, and raise its error.
 
-    Even when interrupted (Ctrl-C), returns only when no buffer is in use: the caller would free
-    memory that the kernel still writes to.
+    Even after an interrupt (Ctrl-C), returns only when no buffer is in use. Otherwise the caller
+    would free memory that the kernel still writes to.
     """
     try:
         future.result()
@@ -152,8 +152,8 @@ class Bounce:
     """Whole pages of the file that are copied through the slot.
 
     Attributes:
-        length: The bytes of the pages.
-        copies: Offsets within these pages, each with its bytes; the rest is zero.
+        length: The size of the pages in bytes.
+        copies: Buffers of the caller, each with its offset within these pages; the rest is zero.
     """
 
     length: int
@@ -162,20 +162,20 @@ class Bounce:
 
 @dataclass(slots=True)
 class Transfer:
-    """One contiguous range of a file, moved by one vectored call, or more after short results.
+    """One contiguous range of a file, moved by one vectored call; short results take more calls.
 
     Attributes:
         batch: The batch that counts the end of the transfer.
         name: The name of the blob, for messages.
         fd: The open file.
-        write: Whether bytes are written, not read.
-        direct: Whether `fd` bypasses the page cache; then all offsets are whole pages.
+        write: True for a write, False for a read.
+        direct: Whether `fd` bypasses the page cache; then all offsets are multiples of a page.
         offset: The offset in the file.
         stripe_bytes: The stripe size of the blob.
         needed: The bytes from `offset` that must be moved; the last page of a read may be short.
         parts: The caller's memory, or pages of the slot, in file order.
-        length: The bytes of the file that the parts cover.
-        slot_bytes: The bytes of the slot that the parts use.
+        length: The number of bytes of the file that the parts cover.
+        slot_bytes: The number of bytes of the slot that the parts use.
     """
 
     batch: TransferBatch
@@ -211,15 +211,15 @@ class Transfer:
 
 
 def part_bytes(part: memoryview | Bounce) -> int:
-    """Return the bytes of the file that `part` covers."""
+    """Return the number of bytes of the file that `part` covers."""
     return part.length if isinstance(part, Bounce) else part.nbytes
 
 
 class Slot:
     """Page-aligned memory of one lane, allocated at its first use.
 
-    A mapping, not a bytearray: it is aligned, and shared, so that a fork during a transfer does not
-    leave the device writing to a page that the process has copied on write.
+    Unlike a bytearray, the mapping is aligned, and shared with forked children. After a fork during
+    a transfer, copy-on-write of a private page would leave the device writing to the old page.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Slot:
         self.view = memoryview(b"")
 
     def open(self) -> memoryview:
-        """Return the memory."""
+        """Return the memory; the first call allocates it."""
         if self._memory is None:
             self._memory = mmap.mmap(-1, SLOT_BYTES)
             self.view = memoryview(self._memory)
@@ -240,7 +240,7 @@ class Slot:
 
 
 class Flight:
-    """A transfer in flight in a lane: the rest of it after short results."""
+    """The progress of a transfer in flight in a lane, across short results."""
 
     def __init__(self, transfer: Transfer, slot: Slot) -> None:
         self.transfer = transfer
@@ -252,7 +252,7 @@ class Flight:
 
     @property
     def offset(self) -> int:
-        """The offset in the file of the next call."""
+        """The file offset of the next call."""
         return self.transfer.offset + self._done
 
     def views(self) -> list[memoryview]:
@@ -271,8 +271,8 @@ class Flight:
         """Record the result of a call; return whether the transfer is complete.
 
         Raises:
-            EOFError: A read met the end of the file.
-            OSError: A call made no progress, without an error.
+            EOFError: A read reached the end of the file.
+            OSError: A write made no progress and reported no error.
         """
         reached = self._done + count
         if reached >= self.transfer.needed:
@@ -289,7 +289,7 @@ class Flight:
         return False
 
     def retry_after(self, number: int) -> bool:
-        """Return whether to repeat a call that failed with the error `number`; waits 1 ms first."""
+        """Return whether to retry a call that failed with errno `number`; waits 1 ms first."""
         now_s = time.monotonic()
         self._give_up_s = self._give_up_s or now_s + RETRY_S
         if number not in _TRANSIENT or now_s >= self._give_up_s:
@@ -364,10 +364,10 @@ class OpenBlob:
 def cut_writes(
     batch: TransferBatch, blob: OpenBlob, requests: Iterable[tuple[int, Iterable[memoryview]]]
 ) -> list[Transfer]:
-    """Cut ascending `(offset, buffers)` requests; neighbors in the file share a transfer.
+    """Cut ascending `(offset, buffers)` requests into transfers; adjacent requests share one.
 
-    Direct transfers fill the rest of their edge pages with zeros, so no two requests may touch one
-    page.
+    Direct transfers fill the rest of their edge pages with zeros, so no two requests may touch the
+    same page.
     """
     transfers: list[Transfer] = []
     for offset, buffers in requests:
@@ -379,9 +379,9 @@ def cut_writes(
 def cut_read(
     batch: TransferBatch, blob: OpenBlob, offset: int, target: memoryview
 ) -> list[Transfer]:
-    """Cut a read that fills `target`; a direct read's last page may extend past the file's end.
+    """Cut a read that fills `target` into transfers.
 
-    That page is still read whole, and ends short.
+    A direct read requests its last page whole; at the end of the file the result is short.
     """
     transfers: list[Transfer] = []
     for at, part in _pieces(blob, offset, (target,)):
@@ -414,7 +414,7 @@ def _pieces(blob: OpenBlob, offset: int, buffers: Iterable[memoryview]) -> Itera
 
 
 def _spans(start: int, stop: int, most: int, stripe_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield `[start, stop)` in pieces of at most `most` bytes, none across the end of a stripe."""
+    """Split `[start, stop)` at stripe boundaries, and into ranges of at most `most` bytes."""
     while start < stop:
         end = min(start + most, stop)
         if stripe_bytes:

@@ -1,6 +1,6 @@
-"""The backend `lustre`: files on Lustre, each laid out over the OSTs before its first byte.
+"""The backend `lustre`: files on Lustre, each striped over OSTs before its first byte.
 
-Holds layouts, the policy that chooses them, and the calls of `lfs`. The part that all file backends
+Holds layouts, the policy that chooses them, and the calls of `lfs`. The code that all file backends
 share is in `penstock.backends.local`.
 """
 

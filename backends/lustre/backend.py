@@ -1,7 +1,7 @@
 """The backend `lustre`: a file backend that chooses a layout for every blob.
 
-Lustre fixes the layout of a file at its creation, or at its first write at the latest. So
-`lfs setstripe` creates the file.
+Lustre fixes the layout of a file at its first write at the latest, so `lfs setstripe` creates the
+file.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _SHOWN: Final = 8  # OSTs in one message
 class LustreBackend(LocalBackend):
     """Keeps blobs and records as files on Lustre.
 
-    A blob's layout is set before its first byte, from its expected size, the number of ranks and
-    the state of the OSTs. Requests are cut at stripes, so that each goes to one OST. An error of a
+    Sets a blob's layout before its first byte, from the expected size, the number of ranks and the
+    state of the OSTs. Splits requests at stripes, so that each goes to one OST. The error for a
     full OST names that OST. Not yet run against a real Lustre: see `docs/lustre.md`.
     """
 
@@ -95,11 +95,11 @@ class LustreBackend(LocalBackend):
 
     @property
     def url(self) -> str:
-        """The root, as a URL that this backend opens."""
+        """The root as a `lustre://` URL."""
         return super().url.replace("file", self.name, 1)
 
     def __init__(self, config: LustreConfig, /, *, client: LustreClient | None = None) -> None:
-        """Check the file system of the root; touches no file.
+        """Check that the root is on Lustre, without touching a file.
 
         Args:
             config: The options.
@@ -124,14 +124,14 @@ class LustreBackend(LocalBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the file backends, with a note if this is not Lustre."""
+        """The capabilities of the file backends, with a note if the root is not on Lustre."""
         known = super().capabilities
         if self._refusal is None:
             return known
         return replace(known, notes=(*known.notes, self._refusal))
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish a record as the contract says, by `link(2)` or `rename(2)`."""
+        """See `Backend.publish`. Publishes with `link(2)` or `rename(2)`."""
         self._check_open()
         placer = self._placing()
         birth = placer.record() if placer is not None else None
@@ -188,9 +188,9 @@ class LustreBackend(LocalBackend):
 
 
 def cut_bytes(layout: Layout | None, /) -> int:
-    """Return the unit at which requests are cut, so that each goes to one OST.
+    """Return the unit in bytes at which to split requests, so that each goes to one OST.
 
-    0 if requests are not cut: the layout is unknown, or its stripes are too small or uneven.
+    0 means no split, since the layout is unknown, or its stripes are too small or uneven.
     """
     if layout is None:
         return 0
@@ -260,7 +260,7 @@ class LayoutPlacer:
             return None
 
     def adviser(self, layout: Layout | None) -> Advise:
-        """Return a function that names the OST of a failed write to a file of `layout`."""
+        """Return a function that names the OSTs of a failed write to a file with `layout`."""
 
         def advise(error: OSError, where: ByteRange | None) -> str:
             osts: tuple[Ost, ...] = ()
@@ -297,7 +297,10 @@ class LayoutPlacer:
         return striping
 
     def _place(self, path: str, striping: Striping) -> None:
-        """Create the file as planned; else on OSTs that the server chooses; else by default."""
+        """Create the file on the planned OSTs.
+
+        Falls back to OSTs that the server chooses, then to the folder's default layout.
+        """
         common = ["-c", str(striping.stripe_count), "-S", str(striping.stripe_bytes)]
         if self._config.pool:
             common += ["-p", self._config.pool]
@@ -319,7 +322,7 @@ class LayoutPlacer:
         _plain_file(path)
 
     def _setstripe(self, path: str, *arguments: str) -> LfsAnswer | None:
-        """Run `lfs setstripe`; without `lfs` create a plain file, and return None."""
+        """Run `lfs setstripe`; if there is no `lfs`, create a plain file and return None."""
         try:
             answer = self._client.lfs("setstripe", *arguments, path)
         except CapabilityError as error:
@@ -412,14 +415,14 @@ class LayoutPlacer:
 def about_osts(
     number: int, layout: Layout | None, where: ByteRange | None, osts: tuple[Ost, ...]
 ) -> str:
-    """Return a sentence that names the OSTs of a failed write, with free space if they are full.
+    """Return a sentence that names the OSTs of a failed write, with free space if one is full.
 
-    A file on a full OST fails with ENOSPC even if the file system has room.
+    A write to a full OST fails with ENOSPC even if the file system has room.
 
     Args:
         number: The `errno`.
         layout: The layout of the file.
-        where: The bytes that could not be written; None means any bytes of the file.
+        where: The byte range of the failed write; None means any bytes of the file.
         osts: The known OSTs with their current free space.
     """
     if layout is None or number == errno.EDQUOT:  # quotas do not depend on single OSTs
@@ -448,7 +451,7 @@ def about_osts(
 def about_default(
     layout: Layout | None, *, blob_bytes: int | None, blobs_inherit: bool, records_inherit: bool
 ) -> str:
-    """Return a sentence on how a folder's default layout harms new files; empty if it does not."""
+    """Return a warning if a folder's default layout is bad for new files; empty if it is not."""
     if layout is None or not layout.components:
         return ""
     widest = max(
@@ -471,7 +474,7 @@ def about_default(
 
 
 def stripes_records_widely(layout: Layout | None) -> bool:
-    """Return whether a small file with this default would be on several OSTs."""
+    """Return whether this default layout puts a small file on several OSTs."""
     first = layout.at(0) if layout is not None else None
     return first is not None and first.striped
 
@@ -482,7 +485,7 @@ def _complaint(answer: LfsAnswer) -> str:
 
 
 def _is_gone(folder: str) -> bool:
-    """Return whether an open folder was removed, as its link in /proc shows."""
+    """Return whether an open folder was removed, according to its link in /proc."""
     return os.readlink(folder).endswith(" (deleted)")
 
 

@@ -1,4 +1,4 @@
-"""The layout of a file: which OST holds which bytes. Records, and their binary form.
+"""The layout of a file, which maps its bytes to OSTs, and the layout's binary form.
 
 The binary form is that of the extended attribute `lustre.lov`, from
 `include/uapi/linux/lustre/lustre_user.h` of the Lustre sources (as of v2_17_57): `lov_user_md_v1`,
@@ -54,19 +54,20 @@ ALL_STRIPES: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One range of a file, and its striping.
+    """A range of a file and its striping.
 
     Attributes:
         start: The first byte.
         stop: The offset after the last byte; None means the end of the file.
-        stripe_count: The number of stripes; 0 is the file system's default, `ALL_STRIPES` one
+        stripe_count: The number of stripes; 0 is the file system's default, `ALL_STRIPES` puts one
             stripe on every OST.
-        stripe_bytes: The bytes on one OST before the next one's turn; 0 is the default.
-        osts: The index of the OST of every stripe, empty while none is assigned.
-        on_mdt: Whether its bytes are on a metadata server (Data-on-MDT).
-        stale: Whether its mirror lacks later writes.
-        extension: Whether it only grows the component before it, by `stripe_bytes` at a time.
-        parity: Whether it holds parity of other components, and no bytes of the file.
+        stripe_bytes: The stripe size in bytes; 0 is the default.
+        osts: The OST index of every stripe; empty until OSTs are assigned.
+        on_mdt: Whether the bytes are on a metadata server (Data-on-MDT).
+        stale: Whether the component's mirror lacks later writes.
+        extension: Whether the component only extends the previous component, in steps of
+            `stripe_bytes`.
+        parity: Whether the component holds parity of other components, and no bytes of the file.
     """
 
     start: int = 0
@@ -85,7 +86,7 @@ class Component:
 
     @property
     def striped(self) -> bool:
-        """Whether neighboring bytes may be on different OSTs."""
+        """Whether the component has several stripes on OSTs."""
         return not self.on_mdt and self.stripe_count not in {0, 1}
 
 
@@ -94,8 +95,8 @@ class Layout:
     """The layout of one file, or the default that a folder gives to new files.
 
     Attributes:
-        components: The components, in the order in which they are stored.
-        foreign: Whether Lustre does not keep the bytes; then there are no components.
+        components: The components, in stored order.
+        foreign: Whether the bytes are outside Lustre; then there are no components.
     """
 
     components: tuple[Component, ...]
@@ -111,7 +112,7 @@ class Layout:
         return serving[0] if serving else None
 
     def ost_at(self, offset: int) -> int | None:
-        """Return the index of the OST with the byte at `offset`; None if unknown or on no OST."""
+        """Return the index of the OST with the byte at `offset`; None if unknown or on the MDT."""
         component = self.at(offset)
         if component is None or not component.osts or component.on_mdt:
             return None
@@ -127,10 +128,10 @@ class Layout:
 
 
 def parse_layout(data: bytes, /) -> Layout:
-    """Parse the bytes of the attribute `lustre.lov`; trusts nothing in them.
+    """Parse and validate the extended attribute `lustre.lov`.
 
     Raises:
-        FormatError: The bytes are cut short, contradict themselves or are of an unknown kind.
+        FormatError: The bytes are truncated, inconsistent or of an unknown kind.
     """
     if len(data) > MAX_LAYOUT_BYTES:
         _refuse(f"{len(data)} bytes are more than a layout can have")
@@ -186,7 +187,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
 
 
 def _plain(order: str, data: bytes, *, strict: bool) -> Component:
-    """Parse version 1 or 3; only a `strict` component must name the OSTs of its stripes."""
+    """Parse version 1 or 3; with `strict`, the component must name the OSTs of its stripes."""
     magic, pattern, stripe_bytes, count, _ = _unpack(order, _V1, data, 0)
     if magic not in _PLAIN:
         _refuse(f"a component of the unknown kind {magic:#010x}")

@@ -26,26 +26,24 @@ class LustreConfig(LocalConfig):
     """Options of `lustre`, besides those of every file backend.
 
     Attributes:
-        allocate_bytes: As in every file backend. Off by default: not every Lustre supports it, and
-            its gain there is not measured.
-        engine: The engine that moves bytes; `auto` uses io_uring if it can.
+        allocate_bytes: The bytes to reserve ahead of the writes, as in every file backend. 0 by
+            default: not every Lustre supports this, and its gain there is not measured.
+        engine: The engine that moves bytes; `auto` uses io_uring if possible.
         parallel: Maximum requests in flight. Only short requests reach this number, since a save
             has 256 MiB in flight.
         stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 uses all
-            OSTs, 0 the file system's default; `inherit` leaves the whole layout to the folder's
-            default.
-        stripe_bytes: The bytes on one OST before the next one's turn; `auto` chooses them for each
-            blob.
+            OSTs, and 0 uses the file system's default. `inherit` uses the folder's default layout.
+        stripe_bytes: The stripe size in bytes; `auto` chooses it for each blob.
         pool: The OST pool for blobs; the metadata server then chooses the OSTs.
-        records: `auto` gives small records one stripe if the folder's default would give them
-            more; `dom` puts their first 64 KiB on the metadata server; `inherit` does neither.
+        records: `auto` gives small records one stripe if the folder's default gives them more.
+            `dom` puts their first 64 KiB on the metadata server. `inherit` does neither.
         writers: The number of ranks that save at the same time; `auto` takes it from torchrun,
             Slurm or MPI.
         writer: The number of this process among the writers, from 0.
         not_lustre: Whether to refuse a path on another file system, or to warn and write plain
             files.
         lfs: The name or path of Lustre's command.
-        lfs_timeout_s: The seconds that one call of `lfs` may take.
+        lfs_timeout_s: The timeout of one `lfs` call in seconds.
     """
 
     allocate_bytes: int = Field(default=0, ge=0)

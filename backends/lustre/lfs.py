@@ -1,8 +1,8 @@
-"""The Lustre client: all calls of the kernel and of `lfs`, and the parsers of its output.
+"""The Lustre client: all calls of the kernel and of `lfs`, and the parsers of `lfs` output.
 
-The forms of `getstripe` (YAML and plain) and `df` are those of `lustre/utils/liblustreapi.c` and
-`lustre/utils/lfs.c` as of v2_17_57, and the older ones of the manual pages `lfs-getstripe(1)` and
-`lfs-df(1)`.
+The output formats of `getstripe` (YAML and plain) and `df` come from `lustre/utils/liblustreapi.c`
+and `lustre/utils/lfs.c` as of v2_17_57. The manual pages `lfs-getstripe(1)` and `lfs-df(1)` have
+the older formats.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class LfsAnswer:
-    """The result of a program.
+    """The result of an `lfs` call.
 
     Attributes:
-        code: The exit status; `lfs` exits with the number of the error.
+        code: The exit status, which is an errno after a failure.
         text: The standard output.
         complaint: The standard error.
     """
@@ -77,7 +77,7 @@ class LfsAnswer:
 
 
 class LustreClient:
-    """Calls the kernel and `lfs`. Has no state; tests replace it."""
+    """Calls the kernel and `lfs`. Stateless; tests replace it."""
 
     def __init__(self, lfs: str = "lfs", timeout_s: float = 60.0) -> None:
         self._lfs = lfs
@@ -96,7 +96,7 @@ class LustreClient:
             os.close(fd)
 
     def layout_attribute(self, file: int | str) -> bytes | None:
-        """Return the bytes of the layout of an open file or of a folder; None if it has none."""
+        """Return the layout of an open file or a folder as bytes; None if it has no layout."""
         try:
             return os.getxattr(file, LOV_ATTRIBUTE)
         except OSError as error:
@@ -108,8 +108,8 @@ class LustreClient:
         """Run `lfs` to completion.
 
         Raises:
-            CapabilityError: There is no such program.
-            StorageTimeoutError: The program did not end in time, and was killed.
+            CapabilityError: The program cannot be run.
+            StorageTimeoutError: The program timed out and was killed.
         """
         try:
             result = subprocess.run(  # noqa: S603 - arguments are ours, and no shell reads them
@@ -138,22 +138,22 @@ class LustreClient:
 
 
 def existing_folder(path: str) -> str:
-    """Return the folder at `path`, or the nearest existing one above it."""
+    """Return the folder at `path`, or its nearest existing parent."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return path
 
 
 def file_system_name(magic: int) -> str:
-    """Return the usual name of the file system with this magic number."""
+    """Return the name of the file system with this magic number."""
     return _NAMES.get(magic, f"of the unknown kind {magic:#010x}")
 
 
 def parse_getstripe(text: str, /) -> Layout:
-    """Parse the layout that `lfs getstripe [-y]` printed of one file or (`-d`) of one folder.
+    """Parse the output of `lfs getstripe [-y]` for one file, or for one folder (`-d`).
 
     Raises:
-        FormatError: The text shows no layout, or an impossible one.
+        FormatError: The text shows no layout, or an invalid one.
     """
     if len(text) > 64 * MAX_LAYOUT_BYTES:
         _refuse(text)
@@ -164,7 +164,7 @@ def parse_getstripe(text: str, /) -> Layout:
 
 
 def parse_df(text: str, /) -> tuple[Ost, ...]:
-    """Parse the OSTs that `lfs df` printed, by index; skips inactive and unreachable ones.
+    """Parse the output of `lfs df` into OSTs by index; skips inactive and unreachable OSTs.
 
     Raises:
         FormatError: The text shows no OST.

@@ -1,4 +1,4 @@
-"""The striping policy: decides from numbers alone, without I/O, and equally on every rank.
+"""The striping policy, which computes layouts without I/O, equally on every rank.
 
 A checkpoint of any number of ranks should load all OSTs equally, with as few stripes per blob as
 possible. Fewer stripes mean fewer objects to create, to lock and to lose, and fewer writers on one
@@ -38,9 +38,9 @@ class Ost:
     """An object storage target.
 
     Attributes:
-        index: Its index.
-        free_bytes: Its free bytes.
-        flags: Its states, as the last column of `lfs df` shows them.
+        index: The index.
+        free_bytes: The free bytes.
+        flags: The state flags in the last column of `lfs df`.
     """
 
     index: int
@@ -50,17 +50,17 @@ class Ost:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The blob to be striped, and how it will be written.
+    """A blob to stripe, and how ranks will write it.
 
     Attributes:
         blob_bytes: The expected size of the blob; None if unknown.
         writers: The number of ranks that write such a blob at the same time.
         writer: The number of this rank among the writers, from 0.
-        io_bytes: The most bytes of one request.
-        in_flight: The most requests that one writer has in flight.
-        in_flight_bytes: The most bytes that one writer has in flight.
-        salt: A number that rotates the OSTs, the same for all blobs of one kind in one checkpoint:
-            otherwise the first ranks of all jobs would meet on the first OST.
+        io_bytes: Maximum bytes of one request.
+        in_flight: Maximum requests in flight per writer.
+        in_flight_bytes: Maximum bytes in flight per writer.
+        salt: A number that rotates the OSTs, the same for all blobs of one kind in one checkpoint.
+            Otherwise the first ranks of all jobs would use the first OST.
     """
 
     blob_bytes: int | None
@@ -78,8 +78,8 @@ class Striping:
 
     Attributes:
         stripe_count: The number of stripes, at least one.
-        stripe_bytes: The bytes of a stripe; a multiple of `STRIPE_UNIT`.
-        osts: The index of the OST of every stripe; empty if the metadata server chooses.
+        stripe_bytes: The stripe size in bytes, a multiple of `STRIPE_UNIT`.
+        osts: The OST index of every stripe; empty if the metadata server chooses.
     """
 
     stripe_count: int
@@ -90,22 +90,22 @@ class Striping:
 def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     """Return the striping of one blob.
 
-    * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one.
-    * Writers that fill the OSTs a whole number of times have one stripe each. The rest have the
-      smallest number that balances the OSTs within `SLACK`.
-    * Fewer writers than OSTs have their own OSTs, with no more stripes than requests in flight, if
-      that balances the OSTs within `SEPARATE_SLACK`. Else they share OSTs, with the smallest number
-      of stripes that loads all equally, and begin at even distances.
-    * Half of the bytes that a writer has in flight cover its share of the OSTs. So stripes are
-      short if writers are few, and long if each writer needs one OST at a time: an OST idles while
-      it changes from one object to another.
-    * A lone writer leaves the choice of the OSTs to the metadata server, which knows them best.
-      Many writers must not: if free space differs, the server chooses at random, and writers would
-      share OSTs. So each takes its own place on a ring of the OSTs that have room.
+    * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one stripe.
+    * In full rounds of one writer for each OST, each writer has one stripe. The remaining writers
+      have the fewest stripes that balance the OSTs within `SLACK`.
+    * If there are fewer writers than OSTs, each writer has its own OSTs and at most one stripe for
+      each request in flight, if that balances the OSTs within `SEPARATE_SLACK`. Otherwise writers
+      share OSTs, with the fewest stripes that balance them, and start evenly spaced.
+    * Half of a writer's bytes in flight cover its share of the OSTs. So stripes are short for few
+      writers. They are long if each writer uses one OST at a time, since an OST idles while it
+      switches objects.
+    * A single writer lets the metadata server choose the OSTs, since the server knows them best.
+      With several writers the server would choose at random if free space differs, and writers
+      would share OSTs. So each writer has its own place on a ring of the OSTs that have room.
 
     Args:
-        demand: The blob, and how it will be written.
-        osts: The known OSTs; empty if none is known.
+        demand: The blob, and how ranks will write it.
+        osts: The known OSTs; may be empty.
     """
     usable = usable_osts(demand, osts)
     useful = useful_stripes(demand, len(usable) or UNKNOWN_OSTS_STRIPES)
@@ -119,9 +119,9 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
 
 
 def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
-    """Return the indices of the OSTs that take new objects and have room, ascending.
+    """Return the indices of the OSTs that accept new objects and have room, ascending.
 
-    Degraded OSTs are used only if there are no others.
+    Includes degraded OSTs only if there are no others.
     """
     usable = [ost for ost in osts if not _CLOSED & set(ost.flags)]
     fast = [ost for ost in usable if not _SLOW & set(ost.flags)] or usable
@@ -131,17 +131,17 @@ def usable_osts(demand: Demand, osts: tuple[Ost, ...], /) -> tuple[int, ...]:
 
 
 def useful_stripes(demand: Demand, osts: int, /) -> int:
-    """Return the most stripes that could make one blob of `demand` faster on this many OSTs."""
+    """Return the highest useful number of stripes for one blob of `demand` on `osts` OSTs."""
     return max(1, min(osts, WIDEST, _blob_bytes(demand) // MIN_OBJECT_BYTES))
 
 
 def load(writers: int, osts: int, count: int, /) -> float:
-    """Return the load of the busiest OST in blobs, with `count` stripes for each writer's blob."""
+    """Return the load of the busiest OST, in blobs, if each writer's blob has `count` stripes."""
     return -(-writers * count // osts) / count
 
 
 def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
-    """Return the stripes of each of `rest` writers, if all others fill whole rounds."""
+    """Return the number of stripes for each of the `rest` writers outside of full rounds."""
     rounds = demand.writers // osts
     loads = [rounds + load(rest, osts, count) for count in range(1, useful + 1)]
     best = min(loads)
@@ -157,9 +157,9 @@ def _balanced(demand: Demand, rest: int, osts: int, useful: int) -> int:
 
 
 def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[int, ...]:
-    """Return places in a row on the ring, or at even distances if there are fewer stripes.
+    """Return the OSTs of this writer: evenly spaced on the ring, or adjacent if writers share OSTs.
 
-    Spread, since OSTs with neighboring indices are often on one server.
+    OSTs with adjacent indices are often on one server, so spacing spreads the load.
     """
     ring, writer = len(usable), demand.writer % demand.writers
     rounds, rest = divmod(demand.writers, ring)
@@ -177,22 +177,22 @@ def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[i
 
 
 def _stride(ring: int, turn: int) -> int:
-    """Return the distance of neighbors in a round; it is coprime with the ring, to fill the ring.
+    """Return the stride between adjacent writers of a round; coprime with the ring, to fill it.
 
-    Each round has another distance. With the same one, the ranks of two nodes would share all their
-    OSTs, and wait for one link at a time.
+    Each round has a different stride. Otherwise the ranks of two nodes would share all their OSTs,
+    and wait for one link at a time.
     """
     strides = [n for n in range(1, ring) if gcd(n, ring) == 1] or [1]
     return strides[turn % len(strides)]
 
 
 def _short_requests(demand: Demand) -> int:
-    """Return how many requests a writer can have in flight, if they are short."""
+    """Return how many short requests a writer can have in flight."""
     return max(1, min(demand.in_flight, demand.in_flight_bytes // MIN_IO_BYTES))
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return a stripe size such that half of the bytes in flight cover a writer's share."""
+    """Return the stripe size with which half of the bytes in flight cover a writer's OSTs."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

@@ -1,4 +1,4 @@
-"""The backend `tiered`: a fast place in front of a durable one."""
+"""The backend `tiered`: a fast backend in front of a durable backend."""
 
 from penstock.backends.tiered.backend import TieredBackend, TieredConfig
 

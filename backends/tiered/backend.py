@@ -1,4 +1,4 @@
-"""Several places as one backend, which has a blob if any place has it."""
+"""Combines several tiers into one backend, which has a blob if any tier has it."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ Place: TypeAlias = str | dict[str, Any]
 
 
 class TieredConfig(PluginConfig):
-    """A fast place that saves go to, and a durable place to which they are copied.
+    """Options of `tiered`: a fast tier for saves, and a durable tier for copies of them.
 
     Attributes:
         fast: The path, URL or table of any backend, even of another `tiered`.
-        durable: The same for the durable place.
-        durable_means: The place that must have the whole checkpoint for `handle.durable`.
-        drain_every: Copies every N-th save; 0 copies none, but saves that find no room in
-            `fast` still go to `durable`.
-        drain_bytes_per_s: The most bytes to copy per second; None sets no limit.
+        durable: The same for the durable tier.
+        durable_means: The tier that must have the whole checkpoint for `handle.durable`.
+        drain_every: Copies every N-th save; 0 copies none. A save that does not fit in `fast` still
+            goes to `durable`.
+        drain_bytes_per_s: Maximum bytes per second to copy; None sets no limit.
         drain_in: Where copies run: on a `thread` of the trainer, or in a separate `process`, which
             slows training less; `auto` uses a process for checkpoints of 64 MiB and more.
-        keep_fast: The number of checkpoints that stay in `fast` once `durable` has them too; None
-            keeps all that fit.
-        on_full: The outcome of a save that finds no room in `fast`, even after eviction, while
-            `durable` does not answer: `skip` the save, `block` training until a place has room, or
-            `raise` StorageFullError.
-        roots: Whether to `check` that each place is the one that the others were used with, or to
-            `accept` and record the places as they are, once.
+        keep_fast: The number of checkpoints that eviction keeps in `fast` after they were copied to
+            `durable`; None keeps all that fit.
+        on_full: What a save does if `fast` is full, even after eviction, and `durable` does not
+            answer: `skip` the save, `block` training until a tier has room, or `raise`
+            StorageFullError.
+        roots: Whether to `check` that these tiers were used together before, or to `accept` and
+            record the current tiers once.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -91,8 +91,8 @@ class TieredConfig(PluginConfig):
 class TieredBackend(Backend):
     """Reads each blob from the fastest tier that has it, and writes to the fastest tier.
 
-    The engine decides what is copied and evicted (see `Backend.tiers`), since it knows which blobs
-    make up a checkpoint.
+    Core decides which blobs to copy and evict (see `Backend.tiers`), since it knows the blobs of a
+    checkpoint.
     """
 
     name: ClassVar[str] = "tiered"
@@ -106,7 +106,7 @@ class TieredBackend(Backend):
         fast: Backend | None = None,
         durable: Backend | None = None,
     ) -> None:
-        """Combine two open backends, which this one owns and closes."""
+        """Combine two open backends; `close` closes both."""
         if fast is None or durable is None:
             msg = "tiered needs two backends: open it from a configuration, or give both"
             raise ConfigError(msg)
@@ -124,7 +124,7 @@ class TieredBackend(Backend):
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
         """Open both backends; a failure leaves none open.
 
-        A backend that does not answer is opened as soon as it does.
+        If one backend does not answer, later calls try to open it again.
         """
         if config.fast == config.durable and not _is_anonymous(config.fast):
             msg = "fast and durable are one place: give each its own place"
@@ -147,17 +147,17 @@ class TieredBackend(Backend):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Return the options of `tiered://?fast=/nvme/run&durable=s3://bucket/run`, URL-quoted."""
+        """Return the options of `tiered://?fast=/nvme/run&durable=s3://bucket/run` (URL-quoted)."""
         if url.partition("://")[2].strip("/"):
             msg = "a tiered:// URL has options only: tiered://?fast=...&durable=..."
             raise ConfigError(msg)
         return cls.Config.model_validate(options)
 
     def _check_roots(self) -> None:
-        """Read the root records; a root that the others do not know counts as away.
+        """Read the root records, and skip each tier that has the wrong root or does not answer.
 
         Raises:
-            ConfigError: The tiers are not those of one run, in this order.
+            ConfigError: The tiers belong to different runs, or have a different order.
             StorageError: No tier is left.
         """
         began_s = time.monotonic()
@@ -178,7 +178,7 @@ class TieredBackend(Backend):
             self._delay(number, error, time.monotonic() - began_s)
 
     def _read_roots(self, numbers: Sequence[int]) -> dict[int, StorageError]:
-        """Read the root records of these tiers; return the errors of those without an answer."""
+        """Read the root records of these tiers; return the errors of tiers that do not answer."""
         failed: dict[int, StorageError] = {}
         deadline = Deadline(current_timing().tier_answer_s)
         answers = call_all_with_deadline(
@@ -201,7 +201,7 @@ class TieredBackend(Backend):
         return failed
 
     def _delay(self, number: int, error: StorageError, took_s: float) -> None:
-        """Replace a tier by a backend that opens once the tier has the right root."""
+        """Replace a tier's backend with one that opens after the tier has the right root."""
         backend = self._backends[number]
 
         def open_checked() -> Backend:
@@ -236,12 +236,12 @@ class TieredBackend(Backend):
 
     @property
     def url(self) -> str:
-        """The URLs of all places, the fastest first."""
+        """The URLs of all tiers, the fastest first."""
         return f"tiered({', '.join(backend.url for backend in self._backends)})"
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the fastest open tier; exclusive only if all tiers are."""
+        """The fastest open tier's capabilities; `exclusive_publish` only if every tier has it."""
         known = [backend.capabilities for backend in self._backends if _is_open(backend)]
         exclusive = len(known) == len(self._backends) and all(c.exclusive_publish for c in known)
         return replace(known[0], exclusive_publish=exclusive)
@@ -253,7 +253,7 @@ class TieredBackend(Backend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """All places, the fastest first."""
+        """All tiers, the fastest first."""
         return self._tiers
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
@@ -262,7 +262,7 @@ class TieredBackend(Backend):
         return self._backends[0].create(name, size_hint=size_hint)
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Write by the fastest tier's engine."""
+        """Write with the fastest tier's `submit_write`."""
         return self._backends[0].submit_write(writer, requests)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
@@ -278,7 +278,7 @@ class TieredBackend(Backend):
         self._first(read_some)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read by the fastest tier's engine; if that fails, as `read`."""
+        """Read with the fastest tier's `submit_read`; if that fails, retry with `read`."""
         done: Future[None] = Future()
 
         def settle(read: Future[None]) -> None:
@@ -314,8 +314,8 @@ class TieredBackend(Backend):
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """List the blobs of all tiers, each with size and time from the fastest tier that has it.
 
-        The fastest tier is listed first, so that the list has a blob that is copied to a slower
-        tier and then deleted here meanwhile.
+        Lists the fastest tier first. Otherwise the list could miss a blob that is copied to a
+        slower tier and evicted meanwhile.
 
         Raises:
             StorageError: A tier does not answer, so its blobs are unknown.
@@ -337,16 +337,16 @@ class TieredBackend(Backend):
         return self._first(lambda backend: backend.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete from the most durable tier to the fastest, so that no blob is copied again."""
+        """Delete from the slowest tier to the fastest, so that no blob is copied again."""
         for backend in reversed(self._backends):
             backend.delete(names)
 
     def free_bytes(self) -> int | None:
-        """Return the room in the fastest tier."""
+        """Return the free space of the fastest tier in bytes."""
         return self._backends[0].free_bytes()
 
     def check_writable(self) -> None:
-        """Check every tier: a save becomes durable only if it can be copied."""
+        """Check every tier, since a save must be copied to become durable."""
         for backend in self._backends:
             backend.check_writable()
 
@@ -356,7 +356,7 @@ class TieredBackend(Backend):
             backend.sweep(before_s)
 
     def close(self) -> None:
-        """Close every tier, also those that are not open yet."""
+        """Close every tier, even a tier that is not open yet."""
         super().close()
         for backend in self._owned:
             backend.close()
@@ -364,12 +364,12 @@ class TieredBackend(Backend):
     # -- below --------------------------------------------------------------------------------
 
     def _first(self, call: Callable[[Backend], T]) -> T:
-        """Return the answer of the fastest tier that has what `call` reads.
+        """Return the result of `call` on the fastest tier where it succeeds.
 
         Raises:
-            BlobTruncatedError: A tier has a damaged copy, which the engine reads from another tier
-                and repairs.
-            StorageError: No tier has it; or the first error of a tier that does not answer.
+            BlobTruncatedError: A tier has a damaged copy. Core then reads another tier's copy and
+                repairs the damage.
+            StorageError: No tier has the blob, or a tier does not answer.
         """
         missing: BlobNotFoundError | None = None
         failure: StorageError | None = None
@@ -395,7 +395,7 @@ class TieredBackend(Backend):
 
 
 def _read_there(backend: Backend, requests: Sequence[ReadRequest]) -> Sequence[ReadRequest]:
-    """Read the requests for blobs that a tier has; return the others."""
+    """Read the blobs that a tier has; return the requests for other blobs."""
     try:
         backend.read(requests)
     except BlobNotFoundError:
@@ -429,7 +429,7 @@ def _kind(spec: Place) -> str:
 
 
 def _lists_any(backend: Backend) -> bool:
-    """Return whether the store lists a commit record; False also if it does not answer."""
+    """Return whether the store lists a commit record; False if it does not answer."""
     try:
         return bool(backend.list(_COMMITS))
     except StorageError:
@@ -447,12 +447,12 @@ def _check_one_answers(fast: Backend, durable: Backend) -> None:
 
 
 def _is_anonymous(spec: object) -> bool:
-    """Return whether each opening of `spec` makes a new store."""
+    """Return whether `spec` opens a new store each time."""
     return spec in ("memory://", {"type": "memory"})
 
 
 def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, ...]:
-    """Return the tiers of both; the last one of `fast` drains into the first one of `durable`."""
+    """Return the tiers of both; the last tier of `fast` drains into the first of `durable`."""
     upper = _inner("fast", fast, durable=config.durable_means == "fast")
     lower = _inner("durable", durable, durable=config.durable_means == "durable")
     link = replace(
@@ -480,10 +480,10 @@ def _inner(name: str, backend: Backend, *, durable: bool) -> tuple[Tier, ...]:
 
 
 def check_apart(backends: Sequence[Backend], /) -> None:
-    """Refuse two tiers that are one folder, even by different paths or engines.
+    """Check that no two tiers are the same folder, even with different paths or engines.
 
     Raises:
-        ConfigError: Two tiers are one folder; the message names them.
+        ConfigError: Two tiers are the same folder; the message names them.
     """
     seen: dict[Hashable, str] = {}
     for backend in backends:
@@ -500,10 +500,10 @@ def check_apart(backends: Sequence[Backend], /) -> None:
 
 
 def _place(url: str) -> Hashable | None:
-    """Return an identity of a folder, the same through links and bind mounts; None for no folder.
+    """Return the identity of a folder across links and bind mounts; None if `url` has no folder.
 
-    If the server of a mount is gone, the identity is the path alone: the run opens without that
-    tier.
+    If the server of a mount is gone, only the path identifies the folder, so that the run can open
+    without that tier.
     """
     where = url.partition("://")[2]
     if not where.startswith("/"):

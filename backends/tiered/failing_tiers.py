@@ -1,4 +1,4 @@
-"""A tier that could not be opened with the run: a later call opens it, once its store answers."""
+"""A tier that could not be opened with the run; later calls try to open it again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
 
     Args:
         open_it: Opens the backend.
-        shown: The URL to show until the backend is open; without credentials.
+        shown: The URL, without credentials, to show until the backend is open.
 
     Raises:
         CapabilityError: The store answers, but cannot be used.
@@ -41,17 +41,17 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
 
 
 class LateBackend(DelegatingBackend):
-    """Delegates to a backend that each call tries to open; fails with the error of opening it."""
+    """Delegates to a backend that each call tries to open; raises the error if that fails."""
 
     def __init__(
         self, open_it: Callable[[], Backend], shown: str, failure: StorageError, took_s: float, /
     ) -> None:
-        """Wait before the next try; the last one took `took_s` and ended with `failure`."""
+        """Start the pause after a try that took `took_s` seconds and failed with `failure`."""
         self.name = "late"  # type: ignore[misc] # later the name of the open backend
         self._open_it = open_it
         self._shown = shown
         self.check: Callable[[Backend], None] = lambda _: None
-        """Called with the opened backend; its error counts as an error of opening."""
+        """Called with the opened backend; an error counts as a failure to open it."""
         self._opening = threading.Lock()  # held during a try, which may hang
         self._lock = threading.Lock()  # guards `_found` and `_closed`
         self._found: Backend | None = None
@@ -67,11 +67,11 @@ class LateBackend(DelegatingBackend):
 
     @property
     def url(self) -> str:
-        """The URL of the open backend, or a description until then."""
+        """The URL of the backend if it is open, else a description."""
         return self._shown if self._found is None else self._found.url
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read if the backend is open; else fail at once."""
+        """Read if the backend is open, else fail at once."""
         if self._found is None:
             # The caller must not wait here, and opening may take long.
             future: Future[None] = Future()
@@ -81,16 +81,16 @@ class LateBackend(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """No tiers: `TieredBackend` opens a backend that has its own tiers at once."""
+        """Always empty: a backend with tiers of its own is never late."""
         return ()
 
     def check_writable(self) -> None:
-        """Check the backend if it is open; else `open_or_wait` has logged the outage."""
+        """Check the backend if it is open; `open_or_wait` logs the outage of others."""
         if self._found is not None:
             self._found.check_writable()
 
     def close(self) -> None:
-        """Close the backend, if it is open; a try in flight closes the backend that it opens."""
+        """Close the backend if it is open; a try in flight closes a backend that it opens."""
         Backend.close(self)
         with self._lock:
             self._closed = True
@@ -100,7 +100,7 @@ class LateBackend(DelegatingBackend):
 
     @property
     def inner(self) -> Backend:
-        """The open backend; tries to open it, unless the last try was recent.
+        """The open backend. Tries to open it, except during the pause after a failed try.
 
         Raises:
             StorageError: The backend cannot be opened, or was closed.
@@ -135,7 +135,7 @@ class LateBackend(DelegatingBackend):
             return True
 
     def _pause(self, took_s: float) -> Deadline:
-        """Return the pause before the next try: at least as long as the last try took."""
+        """Return the pause before the next try, which is at least as long as the last try."""
         return Deadline(max(self._timing.tier_reopen_s, took_s), self._timing.clock)
 
     def _is_closed(self) -> StorageError:
@@ -152,5 +152,5 @@ class LateBackend(DelegatingBackend):
 
 
 def _again(error: PenstockError) -> StorageError:
-    """Return a copy of the error for another caller: two threads must not share a traceback."""
+    """Copy the error for another caller, since two threads must not share a traceback."""
     return type(error)(str(error)) if isinstance(error, StorageError) else StorageError(str(error))

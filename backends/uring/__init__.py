@@ -1,6 +1,6 @@
-"""The backend `uring`: files through io_uring.
+"""The backend `uring`, which moves files with io_uring.
 
-Holds the ring, and the engine that keeps transfers in flight. The part shared with `posix` is in
+Holds the ring, and the engine that keeps transfers in flight. The code shared with `posix` is in
 `penstock.backends.local`.
 """
 

@@ -1,4 +1,4 @@
-"""The backend `uring`: one thread owns the ring, and keeps `depth` transfers in flight."""
+"""The backend `uring` and its engine: one thread keeps `depth` transfers in flight in the ring."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LOST: list[RingEngine] = []  # broken with calls in flight: the kernel may stil
 
 
 class RingEngine:
-    """Moves transfers in lanes 0..depth-1, each with a bounce slot; a lane carries one at a time.
+    """Moves transfers in lanes 0..depth-1. A lane has a bounce slot and moves one transfer at once.
 
-    There are never more calls in flight than lanes, and the ring has an entry for each, so neither
-    of its queues can overflow.
+    The ring has an entry for each lane, and each lane has at most one call in flight, so neither
+    queue can overflow.
     """
 
     def __init__(self, ring: Ring, depth: int) -> None:
@@ -49,7 +49,7 @@ class RingEngine:
         self._lock = threading.Lock()  # guards `_waiting`, `_thread`, `_closing`, `_broken`
 
     def start(self, batch: TransferBatch, transfers: Sequence[Transfer]) -> None:
-        """Start the transfers as `Engine.start`."""
+        """See `Engine.start`."""
         with self._lock:
             if self._closing:
                 msg = "the backend is closed"
@@ -66,7 +66,7 @@ class RingEngine:
             self._ring.wake()  # under the lock: outside of it the ring may already be closed
 
     def close(self) -> None:
-        """Close as `Engine.close`."""
+        """See `Engine.close`."""
         if os.getpid() != self._pid:  # in a forked child: ring and thread are the parent's
             return
         with self._lock:
@@ -155,13 +155,12 @@ class RingEngine:
         transfer.batch.done()
 
     def _break_down(self, error: Exception) -> None:
-        """Fail all transfers, each only when the kernel no longer uses its memory.
+        """Fail all transfers, each only after the kernel no longer uses its memory.
 
-        Closing the ring would prove nothing: the kernel cancels some calls, and ends the others,
-        such as direct writes, some time after `close` returns. But the kernel keeps adding the
-        completions of calls that it took to the shared queue, so this waits for them. If even that
-        queue cannot be read, the futures stay unresolved: to the caller the store hangs, and the
-        caller's deadline decides; the memory is never freed.
+        Closing the ring is not enough: the kernel may end some calls, such as direct writes, after
+        `close` returns. But it still adds the completions of submitted calls to the shared queue,
+        so this method waits for them. If that queue cannot be read, the futures stay unresolved and
+        the memory is never freed. The caller's own deadline then ends its wait.
         """
         _LOST.append(self)
         with self._lock:
@@ -187,17 +186,17 @@ class UringConfig(LocalConfig):
     """Options of `uring`.
 
     Attributes:
-        depth: The most calls in flight, each of up to 16 MiB.
+        depth: Maximum calls in flight, each of up to 16 MiB.
     """
 
     depth: int = Field(default=16, ge=1, le=1024)
 
 
 class UringBackend(LocalBackend):
-    """Keeps blobs and records as files, moved by one io_uring.
+    """Keeps blobs and records as files, moved by one io_uring instance.
 
-    It refuses to start where the kernel or a container forbids io_uring, or if the environment
-    variable `PENSTOCK_DISABLE_URING` is `1`, `EPERM` or `ENOSYS`.
+    Does not open if the kernel or a container forbids io_uring, or if the environment variable
+    `PENSTOCK_DISABLE_URING` is `1`, `EPERM` or `ENOSYS`.
     """
 
     name: ClassVar[str] = "uring"
@@ -205,7 +204,7 @@ class UringBackend(LocalBackend):
     _config: UringConfig
 
     def __init__(self, config: UringConfig, /) -> None:
-        """Set up the ring, which is the probe; touches no file.
+        """Set up the ring to probe io_uring, without touching a file.
 
         Raises:
             CapabilityError: io_uring cannot be used here; the message says why.

@@ -1,8 +1,8 @@
 """The ring: the only module that uses the PyPI package `liburing`.
 
-Three properties of that package (2026.3) shape this module. Its waiting calls hold the GIL, so we
-wait on an eventfd. `cqe[0].res` raises for a failed call. Buffers and `Iovec` must outlive the
-call, so they are kept until its completion is reaped.
+Three properties of that package (2026.3) shape this module. Its blocking calls hold the GIL, so the
+engine waits on an eventfd. `cqe[0].res` raises for a failed call. Buffers and `Iovec` must outlive
+the call, so they are kept until its completion is reaped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _cpuinfo() -> str:
 
 
 def flags_lacked(cpuinfo: str) -> set[str]:
-    """Return the CPU flags that `liburing` needs and this text of `/proc/cpuinfo` lacks."""
+    """Return the CPU flags that `liburing` needs but `cpuinfo` (`/proc/cpuinfo`) lacks."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((value for key, _, value in lines if key.strip() == "flags"), None)
     return set() if flags is None else _CPU_FLAGS - set(flags.split())  # None: not an x86
@@ -74,10 +74,10 @@ def _refuse_if_disabled() -> None:
 
 
 class Ring:
-    """The submission and completion queues, used by one thread; `wake` may be called by any."""
+    """The submission and completion queues. Only one thread uses them; any may call `wake`."""
 
     def __init__(self, entries: int) -> None:
-        """Set up the ring; this is also the probe.
+        """Set up the ring, which also probes io_uring.
 
         Raises:
             CapabilityError: The package is missing, or the kernel refuses; the message says why.
@@ -143,20 +143,20 @@ class Ring:
         return True
 
     def in_kernel(self) -> set[int]:
-        """Return the tokens of calls that the kernel has not completed: it may use their memory."""
+        """Return the tokens of incomplete calls, since the kernel may still use their memory."""
         left = self._lib.io_uring_sq_ready(self._ring)
         while len(self._queued) > left:
             self._queued.popleft()
         return self._kept.keys() - set(self._queued)
 
     def wait(self) -> None:
-        """Block, without the GIL, until a completion arrives or `wake` is called."""
+        """Release the GIL and block until a completion arrives or `wake` is called."""
         # Not `os.eventfd_read`, which does not retry after a signal (PEP 475): a timer with a
         # handler would end it with EINTR, and break down the engine with all its transfers.
         os.read(self._event, 8)
 
     def wake(self) -> None:
-        """End a `wait`, from any thread; the caller excludes a concurrent `close`."""
+        """End a `wait`, from any thread; the caller prevents a concurrent `close`."""
         if self._open:
             os.eventfd_write(self._event, 1)
 
@@ -176,7 +176,7 @@ class Ring:
             yield token, result
 
     def close(self) -> None:
-        """Free the ring; nothing may be in flight. Idempotent."""
+        """Free the ring, with no call in flight. Idempotent."""
         if self._open:
             self._open = False
             self._lib.io_uring_queue_exit(self._ring)

@@ -1,20 +1,20 @@
 """The `floatsplit` codec splits exponents from mantissas, and compresses only exponents.
 
-A sample decides how a chunk is split, then blocks are split and coded one by one: `prediction` has
-the means of rows and columns, `entropy` the coding of one plane, and `penstock.codecs.kernels` the
-split into planes.
+The codec samples a chunk to decide how to split it, then splits and encodes its blocks one by one.
+`prediction` has the means of rows and columns, `entropy` encodes one plane, and
+`penstock.codecs.kernels` splits elements into planes.
 
 A frame is little-endian and self-contained:
 
 | bytes | |
 |---|---|
 | 20 | head: version, itemsize, flags, zero; elements of a block, columns, first column, base |
-| rows + columns | terms of the rows and of the columns, where elements are predicted |
+| rows + columns | terms of the rows and of the columns, if elements are predicted |
 | (1 + 4 planes) blocks | the kind of each block, and the length and method of each plane |
 | ... | the planes, block after block, in each block the lowest first |
 
-One-byte elements have one plane. Others have two planes of their top bytes as `kernels` splits
-them, then the lower bytes: planes of 2 and 4 bytes of each element, or one plane for each byte.
+One-byte elements have one plane. Larger elements have two planes for their top bytes (see
+`kernels`), then planes for 2 and 4 lower bytes of each element, or one plane for each lower byte.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PREDICTED, _BYTES_APART = 1, 2  # flags
 _TERMS = 1 << 16
 _LENGTH_BITS = 28  # of a table entry; the method is above them
 INTEGERS = {"uint16": 2, "uint32": 4, "uint64": 8, "int16": 2, "int32": 4, "int64": 8}
-"""Bytes of the elements, by dtype."""
+"""The itemsize of each integer dtype."""
 LEAST_ELEMENTS = 256
 
 _RUN = 64  # consecutive elements of a sample
@@ -69,13 +69,13 @@ _MOST_TERMS = 1 / 64  # bytes of rows and columns, as a share of the chunk's
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """How the elements of a chunk are split.
+    """How a frame splits the elements of a chunk.
 
     Attributes:
-        itemsize: Bytes of an element.
+        itemsize: Bytes per element.
         apart: Whether each byte below the top two has its own plane.
-        prediction: Is subtracted from the top 16 bits, if not None.
-        block: Elements of a block; whole rows where elements are predicted.
+        prediction: The prediction to subtract from the top 16 bits; may be None.
+        block: Elements per block; a block of predicted elements has whole rows.
     """
 
     itemsize: int
@@ -84,13 +84,13 @@ class FrameLayout:
     block: int = BLOCK_ELEMENTS
 
     def widths(self) -> tuple[int, ...]:
-        """Return the bytes of an element in each plane, from the top."""
+        """Return the number of bytes per element in each plane, from the top."""
         if self.apart:
             return (1,) * self.itemsize
         return {1: (1,), 2: (1, 1), 4: (1, 1, 2), 8: (1, 1, 2, 4)}[self.itemsize]
 
     def bounds(self, elements: int) -> list[tuple[int, int]]:
-        """Return the blocks of a chunk as `(start, stop)`; predicted ones end with a row."""
+        """Return each block's `(start, stop)`; predicted blocks end at the end of a row."""
         lead = self.prediction.first_column if self.prediction else 0
         stops = [*range(self.block - lead, elements, self.block), elements]
         return list(zip([0, *stops], stops, strict=False))
@@ -98,12 +98,12 @@ class FrameLayout:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How a chunk is split and coded.
+    """How to split and encode a chunk.
 
     Attributes:
-        layout: How it is split.
+        layout: How to split the chunk.
         bits: Entropy of each plane in bits per byte.
-        kinds: How blocks may be split, the preferred way first. The last way is always possible.
+        kinds: The splits to try for each block, in order. The last split always works.
     """
 
     layout: FrameLayout
@@ -112,7 +112,7 @@ class Decision:
 
 
 def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision | None:
-    """Return how to split a chunk, or None if that would not make it smaller."""
+    """Return how to split a chunk; None if splitting would not shrink it."""
     size = words.itemsize
     floats = context.dtype in FLOAT_DTYPES
     sample = words[sampled(len(words), _RUN)]
@@ -152,16 +152,16 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
 
 
 def _bits(top: Words, shift: int, below: int) -> list[float]:
-    """Return the entropies of the 8 bits from `shift` up, and of those in the mask `below`."""
+    """Return the entropies of the 8 bits above the lowest `shift`, and of the bits in `below`."""
     planes = np.right_shift(top, shift), np.bitwise_and(top, below)
     return [entropy_bits(plane.astype(np.uint8)) for plane in planes]
 
 
 def _predict(words: Elements, context: CodecContext) -> tuple[Prediction | None, float]:
-    """Return terms of rows and columns, if they make the chunk smaller, judged by a sample.
+    """Predict elements from rows and columns, if a sample shows a gain.
 
     Returns:
-        The terms or None, and the residuals' bits in the first plane.
+        The prediction or None, and the entropy of the residuals' first plane in bits per byte.
     """
     step = words.itemsize // 2
     tops = words.view("<u2")[step - 1 :: step]
@@ -184,14 +184,14 @@ class FloatsplitConfig(PluginConfig):
     """Options of the `floatsplit` codec.
 
     Attributes:
-        predict: Whether elements of matrices may be predicted from row and column means.
+        predict: Whether to predict elements of matrices from row and column means.
     """
 
     predict: bool = True
 
 
 class FloatsplitCodec(Codec):
-    """Encodes exponents of floats by Huffman codes, and mantissas as they are."""
+    """Encodes exponents of floats with Huffman codes, and stores mantissas unencoded."""
 
     name: ClassVar[str] = "floatsplit"
     version: ClassVar[int] = 1
@@ -209,14 +209,14 @@ class FloatsplitCodec(Codec):
         kernels().store_codes(nothing, nothing)
 
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the raw length plus the largest tables: a plane never gets longer."""
+        """Return the raw length plus the largest tables, since a plane never grows."""
         blocks = 2 * raw_length // BLOCK_ELEMENTS + 3
         return raw_length + raw_length // 64 + 33 * blocks + HEAD.size
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline other dtypes, and what would not shrink."""
+        """See `Codec.encode`. Declines other dtypes, and chunks that would not shrink."""
         size = context.itemsize
         if {**FLOAT_DTYPES, **INTEGERS}.get(context.dtype) != size:
             return DECLINED
@@ -236,7 +236,7 @@ class FloatsplitCodec(Codec):
         return length if length < source.size else DECLINED
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         source = np.frombuffer(flat_view(frame), np.uint8)
         target = np.frombuffer(flat_view(out), np.uint8)
         layout, at = read_head(source, target.size)
@@ -269,7 +269,7 @@ def _write(words: Elements, out: Bytes, decision: Decision) -> int:
 def _write_block(
     block: Elements, out: Bytes, decision: Decision, grid: Grid | None
 ) -> tuple[Halves, list[tuple[Method, int]]]:
-    """Write the planes of a block into the beginning of `out`.
+    """Write the planes of a block to the start of `out`.
 
     Returns:
         The block's kind, and each plane's method and length, from the top.
@@ -305,10 +305,12 @@ def _unused(kind: Halves, plane: int) -> int:
 
 
 def _place(planes: list[Elements], methods: list[Method], out: Bytes) -> int:
-    """Replace the lowest planes that are stored as they are by their places in `out`.
+    """Replace the lowest planes with views of `out`, up to the first plane that is encoded.
+
+    The split then writes unencoded planes directly to `out`.
 
     Returns:
-        The number of the first of them; the planes before it stay in scratch memory.
+        The number of the first replaced plane; earlier planes stay in scratch memory.
     """
     at = 0
     for number in reversed(range(len(planes))):
@@ -356,7 +358,7 @@ def _read(frame: Bytes, at: int, words: Elements, layout: FrameLayout) -> None:
 def _read_planes(
     stored: Bytes, lengths: list[int], methods: list[Method], kind: Halves, planes: list[Elements]
 ) -> None:
-    """Fill `planes`; those that are stored as they are become views of `stored`."""
+    """Decode a block's planes into `planes`; replaces unencoded planes with views of `stored`."""
     at = 0
     for number in reversed(range(len(planes))):
         plane, method = planes[number], methods[number]
@@ -369,7 +371,7 @@ def _read_planes(
 
 
 def _planes(layout: FrameLayout, block: Elements) -> list[Elements]:
-    """Return memory of this thread for the planes of a block; single bytes are their own plane."""
+    """Return this thread's memory for the planes of a block; one-byte elements need none."""
     if block.itemsize == 1:
         return [block]
     elements = len(block)
@@ -400,7 +402,7 @@ def write_head(layout: FrameLayout, out: Bytes) -> int:
 
 
 def read_head(frame: Bytes, raw_length: int) -> tuple[FrameLayout, int]:
-    """Return the layout of a frame, and where its table of blocks begins.
+    """Return the layout of a frame, and the offset of its table of blocks.
 
     Raises:
         CodecError: The head does not fit a chunk of `raw_length` bytes.
@@ -434,5 +436,5 @@ def read_head(frame: Bytes, raw_length: int) -> tuple[FrameLayout, int]:
 
 
 def cut_off(frame: Bytes) -> CodecError:
-    """Return the error of a frame that ends too early."""
+    """Return the error for a truncated frame."""
     return CodecError(f"floatsplit: a frame of {frame.size} bytes is truncated")

@@ -1,4 +1,4 @@
-"""The coding of one plane: as it is, in fewer bits, or as a zstd frame of Huffman codes."""
+"""The encoding of one plane: unencoded, in fewer bits, or as a zstd frame of Huffman codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.codecs.plain import Bytes
 
 MAX_BITS = 7.85
-"""Entropy, in bits per byte, above which a plane is stored as it is."""
+"""Entropy, in bits per byte, above which a plane is stored unencoded."""
 
 _SPARSE_BITS = 1.6  # below this, so few bytes may be nonzero that a map pays
 _MOST_USED = 0.4  # of the bytes of such a plane
@@ -58,8 +58,8 @@ class Method(IntEnum):
     PACKED = 1
     ZSTD = 2
     SPARSE = 3
-    """A map of the nonzero bytes, then these bytes, each as a zstd frame: a Huffman code takes at
-    least a bit per byte, and most differences between late checkpoints are zero."""
+    """A bitmap of the nonzero bytes, then these bytes, each as a zstd frame. A Huffman code takes
+    at least a bit per byte, but most differences between late checkpoints are zero."""
 
 
 class _Contexts(threading.local):
@@ -71,7 +71,7 @@ _contexts = _Contexts()
 
 
 def method_for(bits: float, *, unused: int) -> Method:
-    """Return how to store a plane with this many bits per byte and `unused` top bits of zero."""
+    """Return how to store a plane with this entropy per byte and `unused` zero top bits."""
     if unused:
         return Method.ZSTD if bits < _PACKED_BITS - unused + 1 else Method.PACKED
     if bits < _SPARSE_BITS:
@@ -80,11 +80,10 @@ def method_for(bits: float, *, unused: int) -> Method:
 
 
 def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple[Method, int]:
-    """Write `plane` into the beginning of `out` (at least as long as it).
+    """Write `plane` to the start of `out`, which is at least as long.
 
     Returns:
-        The method that was used in the end, and the stored bytes: a plane that does not get
-        smaller is stored as it is.
+        The method used and the stored length. A plane that does not shrink is stored unencoded.
     """
     size = plane.size
     if method is Method.SPARSE:
@@ -105,7 +104,7 @@ def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple
 
 
 def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> None:
-    """Fill `plane` from `source`, all of its stored bytes, by a method other than `RAW`.
+    """Decode all stored bytes of a plane into `plane`; `method` is not `RAW`.
 
     Raises:
         CodecError: `source` does not hold a plane of this size.
@@ -123,7 +122,7 @@ def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> No
 
 
 def _encode_sparse(plane: Bytes, out: Bytes) -> int | None:
-    """Write a plane as its nonzero bytes; return None if there are too many of them."""
+    """Write a plane by the method `SPARSE`; return None if too many bytes are nonzero."""
     used = plane != 0
     count = int(np.count_nonzero(used))
     if count > _MOST_USED * plane.size:
@@ -171,7 +170,7 @@ def _decompress(source: Bytes, out: Bytes) -> None:
 
 
 def _compress_into(plane: Bytes, out: Bytes) -> int | None:
-    """Write a zstd frame at the beginning of `out`; return None if it is not smaller."""
+    """Write a zstd frame to the start of `out`; return its length, None if not smaller."""
     length = kernels().store_codes(plane, out)
     if length:
         return length
@@ -197,7 +196,7 @@ def _compress(plane: Bytes) -> bytes:
 
 @cache
 def _options() -> dict[int, int]:
-    """Return the options for Huffman codes alone, if the library accepts them."""
+    """Return the zstd options for Huffman codes only, or the nearest that the library accepts."""
     sample = np.random.default_rng(0).integers(0, 8, 4096, np.uint8)
     try:
         frame = zstd.compress(sample.data, options=_HUFFMAN_ONLY)
@@ -207,21 +206,21 @@ def _options() -> dict[int, int]:
 
 
 def packed_size(size: int, unused: int) -> int:
-    """Return the bytes that `pack` makes of `size` bytes whose `unused` top bits are zero."""
+    """Return the size of the output of `pack` for `size` bytes with `unused` zero top bits."""
     parts = 8 // unused
     eighths = size // (8 * parts)
     return size - 8 * eighths
 
 
 def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
-    """Pack bytes whose top bits are zero: the last part goes into the unused bits.
+    """Pack bytes whose top bits are zero.
 
-    The beginning of the plane is divided into 8 (one bit unused) or 4 (two) parts of equal size, a
-    multiple of 8 bytes. Each byte of the last part is spread over the unused bits of the others,
-    its lowest bits in the first part. The rest after the parts follows unchanged.
+    Divides the start of the plane into 8 (one unused bit) or 4 (two) parts of equal size, a
+    multiple of 8 bytes. Spreads each byte of the last part over the unused bits of the other parts,
+    its lowest bits in the first part. The bytes after the parts follow unchanged.
 
     Args:
-        plane: Bytes whose `unused` top bits are zero; at an address that is a multiple of 8.
+        plane: Bytes whose `unused` top bits are zero, at an address that is a multiple of 8.
         unused: 1 or 2.
         packed: Receives `packed_size(len(plane), unused)` bytes.
     """
@@ -241,7 +240,7 @@ def pack(plane: Bytes, unused: int, packed: Bytes) -> None:
 
 
 def unpack(packed: Bytes, unused: int, plane: Bytes) -> None:
-    """Reverse `pack`: write the bytes into `plane`."""
+    """Reverse `pack` into `plane`."""
     parts = 8 // unused
     size = len(plane) // (8 * parts) * 8
     last = plane[(parts - 1) * size : parts * size]

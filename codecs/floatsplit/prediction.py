@@ -1,9 +1,9 @@
 """The prediction of elements from the means of their row and column.
 
-The bit pattern of a positive float, read as an integer, grows like its logarithm. So where the
-magnitudes of a matrix are near an outer product, as the second moments of Adam are (Shazeer and
-Stern, 2018, "Adafactor", arXiv:1804.04235), the pattern is near the sum of a term of its row and a
-term of its column, and the residual after subtracting both has few distinct exponents.
+The bit pattern of a positive float, read as an integer, grows like its logarithm. Adam's second
+moments are near an outer product (Shazeer and Stern, 2018, "Adafactor", arXiv:1804.04235). For such
+a matrix each pattern is near the sum of a row term and a column term. The residual after
+subtracting both has few distinct exponents.
 
 All arithmetic is on integers modulo 2**16, so that every machine gives the same bytes.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from penstock.codecs.plain import Bytes, Words
 
 SAMPLED_COLUMNS = 32
-"""Elements whose mean is the term of a row; more shrink the residual by less than 0.5 %."""
+"""Elements averaged for a row's term; more would shrink the residual by less than 0.5 %."""
 SAMPLED_ROWS = 64
-"""Elements whose mean is the term of a column."""
+"""Elements averaged for a column's term."""
 STEP = 16
-"""Terms are multiples of this: an eighth of an octave, where elements differ by half of one."""
+"""Terms are multiples of this: an eighth of an octave. Elements differ by half an octave."""
 
 _MAGNITUDE = np.uint16(0x7FFF)
 
@@ -37,7 +37,7 @@ class Grid:
     Attributes:
         rows: One term for each row that the chunk touches.
         columns: One term for each column of the matrix.
-        cell: Index of the first element in these rows.
+        cell: Index of the first predicted element, counted from the start of the first row.
     """
 
     rows: Words
@@ -45,15 +45,15 @@ class Grid:
     cell: int
 
     def from_element(self, number: int) -> Grid:
-        """Return the same terms, shifted by this many elements."""
+        """Return the terms for elements from `number` on."""
         return Grid(self.rows, self.columns, self.cell + number)
 
     def terms(self, count: int, scratch: Words) -> Words:
         """Return the prediction of `count` elements.
 
         Args:
-            count: How many elements.
-            scratch: Memory for the result, and for the rest of its first and last row.
+            count: The number of elements.
+            scratch: Memory for all rows that the elements touch; the result is a view of it.
         """
         width = len(self.columns)
         first, last = self.cell // width, -(-(self.cell + count) // width)
@@ -64,10 +64,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The terms of rows and columns as they are stored.
+    """The stored form of the row and column terms.
 
     Attributes:
-        base: Is added to each row's term.
+        base: A number to add to each row's term.
         rows: Terms of the rows that the chunk touches, in steps of `STEP`.
         columns: Terms of the columns, in steps of `STEP`.
         first_column: Column of the first element of the chunk.
@@ -79,19 +79,19 @@ class Prediction:
     first_column: int
 
     def grid(self) -> Grid:
-        """Return the terms, ready for adding."""
+        """Return the terms in the form that predicts elements."""
         rows = self.rows.astype(np.uint16) * np.uint16(STEP) + np.uint16(self.base)
         return Grid(rows, self.columns.astype(np.uint16) * np.uint16(STEP), self.first_column)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The rows of a matrix that are whole in a chunk.
+    """The rows of a matrix that a chunk contains whole.
 
     Attributes:
-        top: The top 16 bits of their elements, possibly with gaps between them in memory.
+        top: The top 16 bits of their elements, possibly with a stride.
         first_column: Column of the first element of the chunk.
-        touched: Number of rows that are whole or in part in the chunk.
+        touched: Number of rows that are wholly or partly in the chunk.
     """
 
     top: Words
@@ -99,18 +99,18 @@ class Matrix:
     touched: int
 
     def sample(self) -> Words:
-        """Return some columns of some rows, from all over the matrix."""
+        """Return a sample of columns and rows, spread over the matrix."""
         rows = self.top[_spread(len(self.top))]
         return np.concatenate([rows[:, run] for run in _runs(rows.shape[1])], axis=1)
 
 
 def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
-    """Return the whole rows of a chunk, or None if there are not enough.
+    """Return the whole rows of a chunk; None if there are too few.
 
     Args:
         top: The top 16 bits of all elements of the chunk.
-        shape: Shape of the region that the chunk was cut from.
-        start: Number of the chunk's first element in that region.
+        shape: Shape of the region that contains the chunk.
+        start: Index of the chunk's first element in that region.
     """
     width = 1
     for size in reversed(shape[1:]):
@@ -129,7 +129,7 @@ def as_matrix(top: Words, shape: tuple[int, ...], start: int) -> Matrix | None:
 
 
 def residual(sample: Words) -> Words:
-    """Return a sample minus its own means of rows and columns."""
+    """Return a sample minus its row means and column means."""
     values = (sample & _MAGNITUDE).astype(np.int32)
     rows = values.sum(axis=1, dtype=np.int32) // np.int32(values.shape[1])
     columns = (values - rows[:, None]).sum(axis=0, dtype=np.int32) // np.int32(len(values))
@@ -138,7 +138,7 @@ def residual(sample: Words) -> Words:
 
 
 def estimate(matrix: Matrix) -> Prediction:
-    """Return terms of rows and columns, each the mean of a sample of it."""
+    """Return a prediction whose terms are means over samples of each row and column."""
     whole, width = matrix.top.shape
     sums = np.zeros(whole, np.int32)
     for run in _runs(width):
@@ -158,19 +158,19 @@ def estimate(matrix: Matrix) -> Prediction:
 
 
 def _spread(rows: int) -> slice:
-    """Return `SAMPLED_ROWS` rows or somewhat more, evenly spread."""
+    """Return at least `SAMPLED_ROWS` evenly spaced rows, or all rows if there are fewer."""
     return slice(None, None, max(1, rows // SAMPLED_ROWS))
 
 
 def _runs(width: int) -> tuple[slice, slice]:
-    """Return two runs of columns: single columns would take a cache line each."""
+    """Return two runs of columns, since separate columns would load a cache line each."""
     half = SAMPLED_COLUMNS // 2
     second = half + (width - SAMPLED_COLUMNS) * 2 // 3
     return slice(half), slice(second, second + half)
 
 
 def _steps(terms: NDArray[np.int32]) -> tuple[int, Bytes]:
-    """Return terms as a base and steps of `STEP`; clips terms too far below the highest."""
+    """Return terms as a base and multiples of `STEP`; clips terms far below the highest."""
     base = max(int(terms.min()), int(terms.max()) - 255 * STEP)
     steps = (np.maximum(terms, base) - base + STEP // 2) // STEP
     return base, np.minimum(steps, 255).astype(np.uint8)

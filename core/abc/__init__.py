@@ -1,8 +1,8 @@
-"""The contracts `StateProvider`, `Codec`, `Backend`, `Replayer`, and the records that cross them.
+"""The contracts of `StateProvider`, `Codec`, `Backend` and `Replayer`, and their records.
 
-Here: the promises of plugins, and those of core to them, with slow but correct defaults; and
-`Coordination`, the contract by which ranks agree, which is passed in and never looked up. Not here:
-any code that calls a plugin. Each plugin contract has an API version; the registry refuses a class
+Covers the guarantees between plugins and core, with slow but correct defaults. `Coordination` is
+the contract through which ranks agree; users pass an instance, and no registry finds it. Code that
+calls a plugin is elsewhere. Each plugin contract has an API version; the registry refuses a class
 with another version. Conformance suites ship in `penstock.testing`. Everything may import this
 package.
 """

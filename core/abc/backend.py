@@ -30,7 +30,7 @@ _SHOWN = 100
 
 
 def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
-    """Refuse a name that is not relative, `/`-separated segments of `[A-Za-z0-9._-]{1,255}`.
+    """Check that a name is relative, with segments `[A-Za-z0-9._-]{1,255}` separated by `/`.
 
     Args:
         name: Blob name, or the beginning of one.
@@ -54,7 +54,7 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
 
 
 class BlobWriter(ABC):
-    """One blob being written, by one save. Readers see it only after `seal`."""
+    """Writes one blob for one save. Readers see the blob only after `seal`."""
 
     @abstractmethod
     def write(self, requests: Sequence[WriteRequest], /) -> None:
@@ -63,10 +63,10 @@ class BlobWriter(ABC):
         Core guarantees that offsets ascend within a batch and from each batch to the next one that
         it submits, that no two requests overlap, and that no two requests touch the same
         `Capabilities.offset_alignment` unit. Bytes never written read as zero. Several threads may
-        call it at once, so batches may arrive in another order than that of submission; with
-        `Capabilities.ordered`, each arrives only after the previous one has returned.
+        call this method at once, so batches may arrive out of order. With `Capabilities.ordered`,
+        each batch arrives only after the previous call has returned.
 
-        The buffers belong to the backend until this returns (or raises), never after.
+        The backend must not use the buffers after this method returns or raises.
 
         Raises:
             StorageFullError: No space or quota; the blob can only be aborted.
@@ -77,18 +77,19 @@ class BlobWriter(ABC):
     def seal(self, length: int, /) -> None:
         """Wait for all writes, cut the blob to `length` bytes and make it durable.
 
-        On return the blob survives a power cut, its directory entries included. After a failure
-        the blob is dead: never retried, only aborted.
+        On return the blob and its directory entries survive a power cut. Core never retries a
+        failed `seal`; it only aborts the blob.
 
         Raises:
             StorageError: The blob may not be durable.
         """
 
     def sync(self, length: int, /) -> None:
-        """Wait for all writes, and make the first `length` bytes durable and readable as they are.
+        """Wait for all writes, then make the blob's first `length` bytes durable and readable.
 
-        Optional, as `Capabilities.appends` says. The blob stays open: later writes begin at or
-        after `length`, and a crash leaves it with these bytes and any bytes after them.
+        Optional: called only if `Capabilities.appends` is set. The blob stays open, and later
+        writes begin at or after `length`. After a crash the blob still has these bytes, and
+        possibly later ones.
 
         Raises:
             StorageError: The bytes may not be durable; the blob can only be aborted.
@@ -98,17 +99,17 @@ class BlobWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Give up the blob; idempotent, never raises, allowed after a failed `seal`.
+        """Abandon the blob. Idempotent, never raises, and allowed after a failed `seal`.
 
-        Returns only when the store no longer uses any submitted buffer. Whether the partial blob
-        remains is unspecified; `delete` removes it. Removes only what this writer has made: after
-        a `delete`, another writer or process may have a blob of the same name, and this writer may
-        be aborted long after that. A store that cannot distinguish the two leaves the name alone.
+        Returns only when the store no longer uses any submitted buffer. The partial blob may
+        remain; `delete` removes it. An abort removes only this writer's own blob: after a `delete`,
+        another writer or process may have created a blob of the same name. A store that cannot
+        distinguish the two blobs removes nothing.
         """
 
 
 class Backend(ABC):
-    """Blobs and small records under one root. Thread-safe.
+    """Stores blobs and small records under one root. Thread-safe.
 
     Names are relative and `/`-separated, with segments of `[A-Za-z0-9._-]` other than `.` and
     `..`. Every method raises a StorageError for other names, and for any call after `close`.
@@ -126,7 +127,7 @@ class Backend(ABC):
 
     @classmethod
     def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
-        """Return the options for `url` (the part before `?`) and its query.
+        """Return the `Config` for `url` (the part before `?`) and the query's `options`.
 
         The default returns `Config(url=url, **options)`.
 
@@ -137,7 +138,7 @@ class Backend(ABC):
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
-        """Return an instance for `config`; a backend that consists of others opens them here.
+        """Open the backend that `config` describes, and any backends that it wraps.
 
         Args:
             config: An instance of `Config`.
@@ -152,7 +153,7 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, config: Any, /) -> None:
-        """Open the root, which the first write may create; `config` is an instance of `Config`.
+        """Open the root that `config`, an instance of `Config`, names. A write may create it.
 
         Raises:
             StorageError: The root cannot be used.
@@ -161,16 +162,16 @@ class Backend(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The place as messages show it; never contains credentials."""
+        """The URL that messages show; never contains credentials."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """The abilities of this instance; a wrapper computes them from the backend it wraps."""
+        """The capabilities of this instance; a wrapper derives them from the wrapped backend."""
 
     @abstractmethod
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Begin a new blob, and create its folders as needed.
+        """Start a new blob and return its writer, creating folders as needed.
 
         Args:
             name: Blob name; core never creates the same name twice.
@@ -183,7 +184,7 @@ class Backend(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Fill every target completely. Targets belong to the backend until this returns.
+        """Fill every target completely. The backend must not use targets after this returns.
 
         After a failure the contents of all targets are unspecified.
 
@@ -197,36 +198,36 @@ class Backend(ABC):
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
         """Store a small record, atomically and durably: readers see all of it or none.
 
-        On return it survives a power cut. With `exclusive`, exactly one of several publishers of
-        one name succeeds (as far as `Capabilities.exclusive_publish` says).
+        On return the record survives a power cut. With `exclusive`, exactly one of several
+        publishers of a name succeeds, if the store has `Capabilities.exclusive_publish`.
 
         Raises:
-            BlobExistsError: `exclusive` and the name is taken; nothing was changed.
+            BlobExistsError: `exclusive` is set and the name exists; nothing was changed.
             UnsyncedError: The record is visible, but may not survive a power cut.
-            StorageError: Unknown outcome: the record may or may not exist, but is never torn.
+            StorageError: The outcome is unknown: the record may exist, but is never torn.
         """
 
     @abstractmethod
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List all blobs and records whose name begins with `prefix`, at any depth, by name.
+        """List all blobs and records whose names begin with `prefix`, sorted by name.
 
-        Temporary files of unfinished publishes are not listed. An unknown prefix lists nothing.
+        Omits temporary files of unfinished publishes. An unknown prefix gives an empty list.
         """
 
     @abstractmethod
     def stat(self, name: str, /) -> BlobInfo:
-        """Return size and store time of one blob or record.
+        """Return the size and modification time of one blob or record.
 
         Raises:
-            BlobNotFoundError: It does not exist.
+            BlobNotFoundError: The name does not exist.
         """
 
     @abstractmethod
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete in the given order, durably on return; skip names that do not exist.
+        """Delete `names` in order and durably, skipping those that do not exist.
 
-        A power cut in the middle may spare any name: the order holds only between calls. Empty
-        folders may be removed.
+        After a power cut during the call, any of the names may still exist; only separate calls
+        are ordered. Empty folders may be removed.
         """
 
     def close(self) -> None:
@@ -238,10 +239,10 @@ class Backend(ABC):
     # Slow-but-correct defaults -----------------------------------------------------------------
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """Call `writer.write(requests)` in the background; the buffers are in use until it is done.
+        """Call `writer.write(requests)` in the background.
 
-        With `Capabilities.ordered`, the batches of one blob are written one at a time, in the order
-        of submission.
+        The buffers are in use until the future ends. With `Capabilities.ordered`, the batches of
+        one blob are written one at a time, in submission order.
         """
         if not self.capabilities.ordered:
             return self._executor().submit(lambda: writer.write(requests))
@@ -251,14 +252,14 @@ class Backend(ABC):
         return future
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Call `read(requests)` in the background; the targets are in use until it is done."""
+        """Call `read(requests)` in the background; the targets are in use until the future ends."""
         return self._executor().submit(lambda: self.read(requests))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Return a whole small record, as one publisher wrote it.
+        """Return a whole small record, never a mix of two versions.
 
-        The default is right if a replaced record keeps its length, or no record can be replaced
-        between `stat` and `read`; other stores override it with one read.
+        The default calls `stat`, then `read`. A store overrides it with a single read if a record
+        of another length may be published between the two calls.
 
         Raises:
             FormatError: The record is larger than `limit_bytes`.
@@ -279,23 +280,23 @@ class Backend(ABC):
 
     @property
     def direct_io(self) -> bool:
-        """The same as `capabilities.direct_io`, for callers that only read.
+        """The value of `capabilities.direct_io`, for callers that only read.
 
-        Overridden where the other capabilities cost requests that a reader does not need.
+        A backend overrides this if its other capabilities take requests to find out.
         """
         return self.capabilities.direct_io
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The places of this backend, the fastest first; empty for a single place.
+        """The tiers of this backend, the fastest first; empty for a backend without tiers.
 
-        Core saves to one of these, copies from each to the next, and reads another copy if one is
+        Core saves to one tier, copies from each tier to the next, and reads another copy if one is
         damaged.
         """
         return ()
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes fit, as far as the store knows; None if it does not.
+        """Return the free space in bytes; None if the store does not know it.
 
         Raises:
             StorageError: The store does not answer.
@@ -303,17 +304,17 @@ class Backend(ABC):
         return None
 
     def check_writable(self) -> None:  # noqa: B027 - most stores can only be tried
-        """Raise if this root certainly cannot be written; writes nothing to find out.
+        """Raise if this root is known to be read-only; never writes to test it.
 
-        Core calls it when a run is opened, so that users learn of a read-only root before the first
-        save. The default never raises.
+        Core calls this when it opens a run, so that users learn of a read-only root before the
+        first save. The default never raises.
 
         Raises:
             StorageError: The root cannot be written; the message says why.
         """
 
     def sweep(self, before_s: float, /) -> None:  # noqa: B027 - most stores hide nothing
-        """Remove remains of crashes that have no name: temporary files, empty folders.
+        """Remove remains of crashes that `list` omits: temporary files and empty folders.
 
         Removes only those unchanged since `before_s` (by the store's clock). `prune` calls it.
         The default removes nothing.

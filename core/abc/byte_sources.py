@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class MemoryKey(NamedTuple):
-    """Identity of memory: equal keys are the same elements in the same order.
+    """Identifies memory: equal keys mean the same elements in the same order.
 
     Attributes:
         device: `"cpu"`, `"cuda:0"`, ...
@@ -25,7 +25,7 @@ class MemoryKey(NamedTuple):
         offset: Bytes from `storage` to the first element.
         shape: Elements along each dimension.
         strides: Bytes from one element to the next along each dimension.
-        dtype: The type of the elements, which distinguishes two readings of the same bytes.
+        dtype: The dtype, which distinguishes two views of the same bytes.
     """
 
     device: str
@@ -37,14 +37,14 @@ class MemoryKey(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The bytes of an object that are compared, evenly spread over it.
+    """Evenly spaced byte ranges of an object, its lines, which core compares instead of all bytes.
 
-    There are `steps` lines, the first at the first byte, and one more that ends with the last byte.
+    The first line starts at the object's first byte; the last line ends at its last byte.
 
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
-        step: Bytes from the start of a line to the start of the next; a multiple of the itemsize.
-        steps: The number of lines except the last.
+        step: Stride between line starts in bytes, except to the last; a multiple of the itemsize.
+        steps: The number of lines without the last.
     """
 
     width: int
@@ -52,7 +52,7 @@ class Lines(NamedTuple):
     steps: int
 
     def starts(self, nbytes: int) -> list[int]:
-        """Return where the lines of an object of `nbytes` begin."""
+        """Return the byte offsets of the lines of an object of `nbytes` bytes."""
         return [*range(0, self.steps * self.step, self.step or 1), nbytes - self.width]
 
 
@@ -65,9 +65,9 @@ class PendingCopy(ABC):
 
     @abstractmethod
     def order(self) -> None:
-        """Make device work that the calling thread issues from now on run after the copy.
+        """Order all device work that the calling thread issues later after this copy.
 
-        A device that cannot order work waits, as `wait` does.
+        Blocks like `wait` on a device that cannot order work.
         """
 
 
@@ -75,11 +75,11 @@ class ByteSource(ABC):
     """An object's raw bytes on this rank, row-major over its region. Keeps the owner alive.
 
     Attributes:
-        nbytes: Raw bytes.
+        nbytes: Number of raw bytes.
         device: `"cpu"`, `"cuda:0"`, ...
-        address: Host address if the bytes are contiguous in host memory, else None. Other threads
-            read it too; it is valid while the memory is held (see `hold`).
-        memory: Identity of the memory, None for values and empty tensors.
+        address: Host address if the bytes are contiguous in host memory, else None. Valid on any
+            thread while the memory is held (see `hold`).
+        memory: Identity of the memory; None for values and empty tensors.
     """
 
     __slots__ = ()
@@ -90,30 +90,30 @@ class ByteSource(ABC):
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """Return a flat view without copying; callers never write it. None without `address`."""
+        """Return a flat view without a copy; None if `address` is None. Callers never write it."""
 
     @abstractmethod
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
-        """Copy bytes `[start, start + len(out))` to `out`.
+        """Copy bytes `[start, start + len(out))` to `out`; return None if the copy is complete.
 
-        `start` and `len(out)` are multiples of the itemsize. None: complete on return. A pending
-        copy runs after all device work that the *describing* thread had issued by then; `out` and
-        the source stay in use until `wait` returns. Releases the GIL.
+        `start` and `len(out)` are multiples of the itemsize. A pending copy runs after all device
+        work that the describing thread had issued when it described the object. The copy uses `out`
+        and the source until `wait` returns. Releases the GIL.
         """
 
     @classmethod
     def sample(
         cls, sources: Sequence[ByteSource], lines: Sequence[Lines], /
     ) -> Callable[[], Sequence[bytes]]:
-        """Begin to copy a few lines of each source of this class that has no view.
+        """Start copying the given lines of each source; the sources have this class and no view.
 
-        The thread that described them calls this, and may change the memory afterwards: copies from
-        a device run after all device work that the thread has issued, and before its later work.
-        This should not wait for a device, since `save` calls it.
+        The thread that described the sources calls this. Copies from a device run after all device
+        work that this thread has issued, and before its later work, so it may then change the
+        memory. This should not wait for a device, since `save` calls it.
 
         Returns:
-            A function that waits for the copies, on any thread, and returns the bytes of the lines
-            of each source, one after the other.
+            A function that waits for the copies, on any thread, and returns the concatenated lines
+            of each source.
         """
         samples = []
         pending = []
@@ -135,37 +135,37 @@ class ByteSource(ABC):
         return read
 
     def pieces(self) -> Sequence[ByteSource]:
-        """Return the sources that make up this one, in order; itself, if it has memory.
+        """Return the sources that this source concatenates; a simple source returns itself.
 
-        A source made of several has neither `address` nor `memory`.
+        A source that concatenates others has neither `address` nor `memory`.
         """
         return (self,)
 
     def version(self) -> int | None:
-        """Return a counter that rises with every tracked change; None if there is none."""
+        """Return a counter that rises with every tracked change; None without such a counter."""
         return None
 
     def steady(self) -> bool:
-        """Return whether the bytes may be hashed, and then written, from live memory.
+        """Return whether core may hash, then write the bytes directly from live memory.
 
-        This needs a `version` that shows a change in between, and no other process that could make
-        such a change.
+        This requires a `version` that shows any change between the two, and memory that no other
+        process can change.
         """
         return self.version() is not None
 
     def is_rounded(self, other: ByteSource, /) -> bool:
-        """Return whether these are the elements of `other`, each rounded to nearest even.
+        """Return whether every element equals that of `other`, rounded to nearest even.
 
         The two have equal regions, `other` is float32, and core holds the memory of both (see
-        `hold`). The answer is exact to the bit, as `convert_floats` rounds, including NaN; False if
-        the source cannot decide. It takes little memory, and ends at the first difference. On a
-        device it is ordered like `copy_out`, and complete on return. Releases the GIL.
+        `hold`). Compares bits with the result of `convert_floats`, including NaN. Returns False if
+        the source cannot decide. Uses little memory and stops at the first difference. On a device
+        the comparison is ordered like `copy_out`, and complete on return. Releases the GIL.
         """
         del other
         return False
 
     def locate(self) -> int | None:
-        """Return the current address of element 0: 0 if freed or too small, None if fixed."""
+        """Return element 0's address now: 0 if freed or shrunk, None if it cannot move."""
         return None
 
     @classmethod
@@ -181,22 +181,22 @@ class ByteSource(ABC):
     def keep(self) -> None:  # noqa: B027 - most memory is never freed by hand
         """Make later attempts to free the memory raise an error.
 
-        Called for large objects that are captured while the caller continues, before `hold`.
+        Core calls this before `hold` for large objects that it captures while training continues.
         """
 
     @staticmethod
     def hold(sources: Sequence[ByteSource], /) -> Callable[[], None]:
-        """Keep the memory of sources of this class in place, and set their `address` again.
+        """Keep the memory of sources of this class in place, and update their `address`.
 
-        Core calls it before it copies their bytes or writes them from live memory, and calls the
-        result once after that, on any thread.
+        Core calls this before it copies the bytes or writes them from live memory. It then calls
+        the returned function once, on any thread, to release the memory.
         """
         del sources
         return _nothing
 
     @staticmethod
     def still(sources: Sequence[ByteSource], action: Callable[[], T], /) -> T:
-        """Run `action`, which takes milliseconds, while no memory of these sources moves."""
+        """Run `action`, which takes milliseconds, while these sources' memory cannot move."""
         del sources
         return action()
 
@@ -219,7 +219,7 @@ def _of_each(
     sources: Iterable[ByteSource],
     method: Callable[[type[ByteSource]], Callable[[Sequence[ByteSource]], Sequence[int | None]]],
 ) -> list[int | None]:
-    """Return the results for all sources; calls the class method once per run of a class."""
+    """Return the results for all sources, with one call per run of sources of the same class."""
     results: list[int | None] = []
     for kind, run in groupby(sources, type):
         results += method(kind)([*run])
@@ -229,7 +229,8 @@ def _of_each(
 class ByteSink(ABC):
     """Memory that receives an object's raw bytes, row-major over its region.
 
-    Attributes as in `ByteSource`. Targets of tied objects share one sink: fill it once.
+    The attributes are those of `ByteSource`. Targets of tied objects share one sink, which core
+    fills once.
     """
 
     __slots__ = ()
@@ -244,7 +245,7 @@ class ByteSink(ABC):
 
     @abstractmethod
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy `data` to bytes `[start, start + len(data))`; `data` is free on return.
+        """Copy `data` to bytes `[start, start + len(data))`; `data` may be reused on return.
 
         `start` and the length are multiples of the itemsize.
         """
@@ -253,18 +254,18 @@ class ByteSink(ABC):
     def copy_in_each(
         cls, copies: Sequence[tuple[ByteSink, int, int, int]], data: memoryview, /
     ) -> None:
-        """Do for several sinks of this class what `copy_in` does for one.
+        """Copy `data` into several sinks of this class, like `copy_in` for each.
 
         Args:
             copies: Each is `(sink, start, low, high)`: bytes `[low, high)` of `data` go to the
                 sink, starting at its byte `start`.
-            data: Flat bytes, free on return.
+            data: Flat bytes that may be reused on return.
         """
         for sink, start, low, high in copies:
             sink.copy_in(start, data[low:high])
 
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once, before the first byte changes: bump versions, so that captures see it."""
+        """Called once before the first byte changes, to bump versions so that captures see it."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once, after all bytes are in place and verified (bump versions, free scratch)."""
+        """Called once after all bytes are verified, to bump versions and free scratch memory."""

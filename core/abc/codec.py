@@ -1,4 +1,4 @@
-"""The contract of codecs, which turn chunks into frames that decode alone.
+"""The contract of codecs, which encode chunks into independently decodable frames.
 
 Tested in `tests/codecs/test_conformance.py`.
 """
@@ -14,7 +14,7 @@ from penstock.core.abc.plugin import API_VERSION, PluginConfig
 
 
 class Declined(Enum):
-    """The type of `DECLINED`. It is not a number, so that no wrong length can equal it."""
+    """The type of `DECLINED`. It is not an integer, so no wrong length can equal it."""
 
     DECLINED = "declined"
 
@@ -25,23 +25,23 @@ DECLINED: Final = Declined.DECLINED
 
 @dataclass(frozen=True, slots=True)
 class CodecContext:
-    """The facts about a chunk that a codec may use.
+    """Describes a chunk to a codec.
 
-    A later codec of a chain gets the previous codec's output as its chunk, with the facts that the
-    previous codec reports about it (`Codec.output`).
+    In a chain, the chunk of each later codec is the previous codec's output, as that codec's
+    `Codec.output` describes it.
 
     Attributes:
         dtype: Dtype name of the elements; `"uint8"` for values.
         itemsize: Bytes per element.
-        shape: Shape of the region that the chunk was cut from. For a slab, which holds several
-            small objects of one dtype with zeros between them, and for an output that is not
-            elementwise: `(raw_length // itemsize,)`.
+        shape: Shape of the region that contains the chunk. It is `(raw_length // itemsize,)` for
+            an output that is not elementwise, and for a slab, which holds several small objects of
+            one dtype with zeros between them.
         start: Byte offset of the chunk in that region.
-        raw_length: Bytes that go into `encode` and come out of `decode`.
-        base: The same chunk of an earlier checkpoint, if the codec declared `needs_base` and there
-            is one; else None.
-        version: For `decode` and its `output`, the version of the codec that wrote the frame; for
-            `encode`, that of the codec itself.
+        raw_length: Bytes that `encode` takes and `decode` produces.
+        base: The same chunk of an earlier checkpoint; None if the codec did not declare
+            `needs_base` or no such chunk exists.
+        version: For `encode`, the codec's own version. For `decode` and its `output`, the version
+            that wrote the frame.
     """
 
     dtype: str
@@ -55,30 +55,33 @@ class CodecContext:
 
 @dataclass(frozen=True, slots=True)
 class CodecOutput:
-    """The elements that a codec outputs, described for the next codec of a chain.
+    """Describes a codec's output to the next codec of a chain.
 
     Attributes:
         dtype: Dtype name of the elements.
         itemsize: Bytes per element.
         elementwise: Whether the output has one element for each element of the chunk, in the same
-            order, and nothing else. The next codec then sees the shape and place of the chunk;
-            otherwise it sees one row of elements.
+            order, and nothing else. The next codec then gets the chunk's shape and start;
+            otherwise it gets a one-dimensional shape.
+        tail: Whether further elements may follow in an elementwise output. The next codec then
+            gets a shape with the further rows that they need.
     """
 
     dtype: str = "uint8"
     itemsize: int = 1
     elementwise: bool = False
+    tail: bool = False
 
 
 class Codec(ABC):
-    """Encodes chunks into frames that decode alone. Thread-safe; holds no per-chunk state.
+    """Encodes chunks into independently decodable frames. Thread-safe; has no per-chunk state.
 
-    `name` is the entry-point name. `version` goes into the manifest: `decode` gets frames of the
+    `name` is the entry-point name. The manifest records `version`: `decode` gets frames of the
     versions `oldest_readable` to `version`; core refuses all others before it reads any data.
     `config` round-trips through the manifest as JSON. A codec releases the GIL for anything longer
-    than 1 ms, and never changes its input. With `lossless = False` it may decode to other bytes
-    than it encoded, but to the same bytes each time; it then never gets a value (a number, a text).
-    A codec that declares `needs_base` is first in its chain.
+    than 1 ms, and never changes its input. With `lossless = False` the decoded bytes may differ
+    from the input, but each decode returns the same bytes. Such a codec gets tensors only, no
+    values (numbers, text). A codec that declares `needs_base` is first in its chain.
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -94,21 +97,21 @@ class Codec(ABC):
         self.config: PluginConfig = config
 
     def load(self) -> None:  # noqa: B027 - most have nothing to load
-        """Load what `encode` needs, if that takes long: libraries, compiled code.
+        """Load the libraries or compiled code that `encode` needs, if that takes long.
 
-        Called in the background of each save before its first chunk, so it must be quick once all
-        is loaded. A long wait in `encode` counts as a save without progress.
+        Each save calls this in the background before its first chunk, so repeated calls must be
+        quick. A slow load in `encode` instead counts as a save without progress.
         """
 
     @abstractmethod
     def max_encoded_size(self, raw_length: int, /) -> int:
-        """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes."""
+        """Return the maximum bytes that `encode` needs for any chunk of `raw_length` bytes."""
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return the elements that `encode` makes of an accepted chunk; by default bytes.
+        """Describe what `encode` outputs for an accepted chunk; the default is plain bytes.
 
-        Depends on the options and on `context` alone, which never has a base here: readers call it
-        without the chunk.
+        Depends only on the options and on `context`, since readers call this without the chunk.
+        `context` has no base here.
         """
         del context
         return CodecOutput()
@@ -119,9 +122,9 @@ class Codec(ABC):
     ) -> int | Declined:
         """Encode `chunk` into `out` (`max_encoded_size` bytes) and return the length.
 
-        Return `DECLINED` for a chunk that this codec cannot use (another dtype, no gain, no base
-        although it needs one); the contents of `out` do not matter then. The rest of the chain
-        stores the chunk, and decodes it alone.
+        Returns `DECLINED` for a chunk that this codec does not encode: another dtype, no gain, or a
+        missing base. The contents of `out` are then ignored. The rest of the chain encodes and
+        decodes the chunk without this codec.
 
         Raises:
             CodecError: The chunk cannot be encoded; the save fails.
@@ -132,5 +135,5 @@ class Codec(ABC):
         """Fill `out` (exactly `context.raw_length` bytes) from `frame`, which is untrusted.
 
         Raises:
-            CodecError: The frame is not what `encode` makes, or decodes to another length.
+            CodecError: The frame is malformed, or decodes to another length.
         """

@@ -1,4 +1,4 @@
-"""A backend around a backend: delegates every call, so that a subclass changes one thing."""
+"""A backend that delegates every call to another backend, so that a subclass changes one thing."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ _IN_WORDS: Mapping[Operation, str] = {
 
 
 def in_words(operation: Operation, /) -> str:
-    """Return the operation in words that follow "cannot": `read`, `return its free space`."""
+    """Return a phrase for messages that follows "cannot", such as `return its free space`."""
     return _IN_WORDS.get(operation, operation)
 
 
 class DelegatingBackend(Backend):
-    """Delegates everything to `inner`, each call through one hook, `around`.
+    """Delegates every call to `inner` through one hook, `around`.
 
-    A subclass overrides the hook to change every call, or single methods. `submit_read` and
-    `submit_write` are delegated as well: a subclass that changes `read` or a writer's `write` must
-    change these too, or use those of `Backend`, which call `read` and `write` on their own threads.
+    A subclass overrides the hook to change every call, or overrides single methods. `submit_read`
+    and `submit_write` are delegated too, so they bypass an overridden `read` or `write`. A subclass
+    must then change both, or use those of `Backend`, which call `read` and `write` on threads.
     """
 
     name: ClassVar[str] = "delegating"
@@ -78,15 +78,15 @@ class DelegatingBackend(Backend):
 
     @property
     def inner(self) -> Backend:
-        """The wrapped backend. Each call reads it again, so a subclass may replace it."""
+        """The wrapped backend. Each call reads this property, so a subclass may replace it."""
         return self._delegate
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
         """Run one call; a subclass overrides this to change it.
 
         Args:
-            operation: The name of the operation; `write`, `seal` and `abort` are those of a writer.
-            names: The blobs and records of the call; for `list`, the prefix.
+            operation: The operation; `write`, `seal`, `sync` and `abort` belong to a writer.
+            names: The blobs and records that the call names; for `list`, the prefix.
             call: Calls the wrapped backend.
 
         Returns:
@@ -102,7 +102,7 @@ class DelegatingBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The abilities of the wrapped backend."""
+        """The capabilities of the wrapped backend."""
         return self.around("capabilities", (), lambda: self.inner.capabilities)
 
     @property
@@ -112,25 +112,25 @@ class DelegatingBackend(Backend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The wrapped backend's tiers, not wrapped: calls of a tier bypass the hook."""
+        """The wrapped backend's tiers. They are not wrapped, so their calls bypass the hook."""
         return self.around("tiers", (), lambda: self.inner.tiers)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says; the writer's calls pass the hook as well."""
+        """See `Backend.create`. The writer's calls also go through the hook."""
         call = lambda: self.inner.create(name, size_hint=size_hint)  # noqa: E731
         return self.writer_class(self, name, self.around("create", (name,), call))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
+        """See `Backend.read`."""
         self.around("read", _names(requests), lambda: self.inner.read(requests))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says."""
+        """See `Backend.read_record`."""
         call = lambda: self.inner.read_record(name, limit_bytes=limit_bytes)  # noqa: E731
         return self.around("read_record", (name,), call)
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """As the contract says; the wrapped backend does it for writers of `writer_class`."""
+        """See `Backend.submit_write`. Delegates only for a `DelegatingWriter`."""
         # A subclass may return its own writers, whose `write` must be called.
         if not isinstance(writer, DelegatingWriter):
             return super().submit_write(writer, requests)
@@ -138,41 +138,41 @@ class DelegatingBackend(Backend):
         return self.around("submit_write", (writer.name,), call)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """As the contract says."""
+        """See `Backend.submit_read`."""
         call = lambda: self.inner.submit_read(requests)  # noqa: E731
         return self.around("submit_read", _names(requests), call)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says."""
+        """See `Backend.publish`."""
         call = lambda: self.inner.publish(name, data, exclusive=exclusive)  # noqa: E731
         self.around("publish", (name,), call)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says."""
+        """See `Backend.list`."""
         return self.around("list", (prefix,), lambda: self.inner.list(prefix))
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """See `Backend.stat`."""
         return self.around("stat", (name,), lambda: self.inner.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says."""
+        """See `Backend.delete`."""
         self.around("delete", tuple(names), lambda: self.inner.delete(names))
 
     def free_bytes(self) -> int | None:
-        """As the contract says."""
+        """See `Backend.free_bytes`."""
         return self.around("free_bytes", (), self.inner.free_bytes)
 
     def check_writable(self) -> None:
-        """As the contract says."""
+        """See `Backend.check_writable`."""
         self.around("check_writable", (), self.inner.check_writable)
 
     def sweep(self, before_s: float, /) -> None:
-        """As the contract says."""
+        """See `Backend.sweep`."""
         self.around("sweep", (), lambda: self.inner.sweep(before_s))
 
     def store_time_s(self) -> float:
-        """As the contract says."""
+        """See `Backend.store_time_s`."""
         return self.around("store_time_s", (), self.inner.store_time_s)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class DelegatingBackend(Backend):
 
 
 class DelegatingWriter(BlobWriter):
-    """Delegates everything to a writer of the wrapped backend, through the hook of its backend."""
+    """Delegates every call to a writer of the wrapped backend, through the backend's hook."""
 
     def __init__(self, backend: DelegatingBackend, name: str, inner: BlobWriter, /) -> None:
         """Wrap `inner`, which writes the blob `name`."""
@@ -191,19 +191,19 @@ class DelegatingWriter(BlobWriter):
         self.inner = inner
 
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """As the contract says."""
+        """See `BlobWriter.write`."""
         self.backend.around("write", (self.name,), lambda: self.inner.write(requests))
 
     def seal(self, length: int, /) -> None:
-        """As the contract says."""
+        """See `BlobWriter.seal`."""
         self.backend.around("seal", (self.name,), lambda: self.inner.seal(length))
 
     def sync(self, length: int, /) -> None:
-        """As the contract says."""
+        """See `BlobWriter.sync`."""
         self.backend.around("sync", (self.name,), lambda: self.inner.sync(length))
 
     def abort(self) -> None:
-        """As the contract says, if the hook does not raise."""
+        """See `BlobWriter.abort`. Raises only if the hook raises."""
         self.backend.around("abort", (self.name,), self.inner.abort)
 
 

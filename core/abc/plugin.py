@@ -1,4 +1,4 @@
-"""The parts that all three contracts share: versions, options, sizes.
+"""The API version, options and sizes that all three contracts share.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -14,17 +14,17 @@ API_VERSION = 1
 
 
 def says_its_version(cls: type, /) -> bool:
-    """Return whether `cls` itself declares the version of its contract.
+    """Return whether `cls` itself declares the API version of its contract.
 
-    An inherited number is from the installed Penstock, so a mismatch would never be noticed.
-    Classes of Penstock are released with the contract, and may inherit it.
+    An inherited version comes from the installed Penstock, so it would hide a mismatch. Penstock's
+    own classes are released with the contract and may inherit it.
     """
     foreign = [c for c in cls.__mro__ if c.__module__.split(".")[0] != "penstock"]
     return cls not in foreign or any("api_version" in vars(c) for c in foreign)
 
 
 class PluginConfig(BaseModel):
-    """Base of every plugin's options: unknown keys are refused, instances are frozen."""
+    """Base class of every plugin's options. Refuses unknown keys; instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,8 +32,8 @@ class PluginConfig(BaseModel):
 def without_credentials(url: str, /) -> str:
     """Return `url` without user, password, query and fragment, for messages.
 
-    A password may contain `/`, `?`, `#` and `@`, though these should be quoted. So if an `@`
-    follows the host, and a password may precede it, only the text after the last `@` is returned.
+    A password may contain an unquoted `/`, `?`, `#` or `@`. So if an `@` follows what looks like a
+    host with a password, the result keeps only the text after the last `@`.
     """
     scheme, found, rest = url.partition("://")
     if not found:
@@ -55,7 +55,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: object) -> object:
-    """Return the bytes of a text such as `"4 GiB"`, or another type unchanged, for pydantic.
+    """Convert text such as `"4 GiB"` to bytes, for pydantic; return other types unchanged.
 
     Raises:
         ValueError: The text is not a number with a known unit.

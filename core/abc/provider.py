@@ -1,4 +1,4 @@
-"""The contract of state providers, and the records that cross it.
+"""The contract of state providers, and the records that they exchange with core.
 
 Tested in `tests/integration/faults/test_broken_contracts.py`.
 """
@@ -25,18 +25,18 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
 
     Attributes:
         path: The place of the object in the tree.
-        kind: Tensor, or a value frozen to bytes (then `spec` is `uint8` of its length).
+        kind: Tensor, or a value serialized to bytes (then `spec` is `uint8` of its length).
         spec: Dtype and global shape.
-        regions: The rectangles of the object that this rank holds: the source has the bytes of
-            each, row-major, one rectangle after the other. One rectangle for the whole object;
-            empty if this rank holds nothing.
+        regions: The rectangles of the object that this rank holds, in the order of their row-major
+            bytes in `source`. A whole object is one rectangle; the tuple is empty if this rank
+            holds nothing.
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
         source: The bytes of the object.
-        same_as: Set by core when an earlier object has the same memory (tied weights). A provider
-            sets it for a piece without elements, which has no memory, if other ranks tie it.
-        replica: The place of this rank among those that hold these bytes. None: every rank that has
-            the object holds all of it, with equal bytes.
+        same_as: Path of an earlier object with the same memory (tied weights); set by core. A
+            provider sets it for an empty shard, which has no memory, if other ranks tie it.
+        replica: This rank's position among the ranks that hold these bytes. None if every rank
+            that has the object holds all of it, with equal bytes.
     """
 
     path: ObjectPath
@@ -55,7 +55,7 @@ class Node:
     """A container or composite in the tree, with all that `load` needs to rebuild it.
 
     Attributes:
-        path: Its place in the tree; the root has `()`.
+        path: The node's place in the tree; the root has `()`.
         form: `"dict"`, `"list"`, `"tuple"`, or a form that a provider declared.
         meta: JSON-able details (key types, class names).
     """
@@ -66,12 +66,12 @@ class Node:
 
 
 def ranks_node(path: ObjectPath, count: int, /) -> Node:
-    """Return the node for objects of each of `count` ranks, each rank's below its number."""
+    """Return the node of per-rank objects: those of rank N of `count` are at its child N."""
     return Node(path, "dict", {"ranks": count})
 
 
 def ranks_of(node: Node | None, /) -> int | None:
-    """Return how many ranks have stored their own objects there; None for other nodes."""
+    """Return how many ranks stored objects below a node of per-rank objects; else None."""
     count = None if node is None or node.form != "dict" else node.meta.get("ranks")
     return count if type(count) is int and count > 0 else None
 
@@ -92,8 +92,8 @@ class Target(NamedTuple):  # as `StateObject`
     Attributes:
         path: The object's path in the template.
         spec: Dtype and global shape.
-        regions: The rectangles of the whole tensor that the memory holds: the sink takes the bytes
-            of each, row-major, one rectangle after the other. Empty where this rank holds none.
+        regions: The rectangles of the whole tensor that the memory holds, in the order in which the
+            sink takes their row-major bytes. Empty if this rank holds none.
         sink: The memory.
     """
 
@@ -105,15 +105,15 @@ class Target(NamedTuple):  # as `StateObject`
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between checkpoint and template at one path; nothing at or below it is placed.
+    """A difference between checkpoint and template, which prevents placement at and below a path.
 
     Attributes:
         path: Where the difference is.
-        stored: What the checkpoint has, in a few words (`"shape [3]"`).
-        here: What the template has, in a few words.
-        sentences: The difference as whole sentences for an error, each naming its path.
+        stored: A short phrase for what the checkpoint has (`"shape [3]"`).
+        here: A short phrase for what the template has.
+        sentences: Complete sentences for the error text, each with its path.
         skippable: Whether `strict=False` may leave the live object unchanged.
-        advice: What else to do about the difference, as the end of a sentence; may be empty.
+        advice: Another remedy, as the end of a sentence; may be empty.
     """
 
     path: ObjectPath
@@ -126,17 +126,17 @@ class Difference:
 
 @dataclass(slots=True)
 class Placement:
-    """A provider's plan of a restore. Before `finish` only the memory of targets changes.
+    """A provider's plan for a restore. Before `finish` only the memory of targets changes.
 
     Attributes:
-        targets: Memory to fill; an object has one target or several. Core compares each with the
-            stored object: without one it is missing; another kind, dtype or shape is a mismatch.
-        values: Paths of value objects that were used (for the report and for `missing`).
+        targets: Memory to fill; an object has one or more targets. Core reports a target as missing
+            if no stored object has its path, and as a mismatch if kind, dtype or shape differ.
+        values: Paths of value objects that the plan uses (for the report and for `missing`).
         missing: Further paths that the template has and the checkpoint lacks.
-        problems: Whole sentences on any other difference, each naming its path.
-        differences: The problems that `strict=False` may skip, in detail; added by `differ`.
-        finish: Called once after every target of the *whole* restore is filled and verified;
-            assigns values, and returns the object that belongs in the tree at this place.
+        problems: Complete sentences about all other differences, each with its path.
+        differences: Details of problems that `strict=False` may skip; added by `differ`.
+        finish: Called once after every target of the *whole* restore is filled and verified.
+            Assigns values and returns the object to put at this path of the tree.
     """
 
     targets: list[Target] = field(default_factory=list)
@@ -148,28 +148,28 @@ class Placement:
     notes: dict[str, str] = field(default_factory=dict)
     """Facts for the report, e.g. `{"matched_by": "order"}`."""
     numbered: list[ObjectPath] = field(default_factory=list)
-    """Optimizers that load all of their state by the numbers of parameters.
+    """Paths of optimizers that load all of their state by parameter number.
 
-    No part of that state can be left out, so none is restored if `strict=False` skips a parameter.
+    Such a load is all or nothing: if `strict=False` skips a parameter, none of it is restored.
     """
     passed_over: list[ObjectPath] = field(default_factory=list)
-    """Paths at and below which objects belong to other ranks, and are not restored.
+    """Paths at and below which objects belong to other ranks.
 
-    These objects are not reported as unexpected.
+    These objects are neither restored nor reported as unexpected.
     """
     tied: dict[ObjectPath, ObjectPath] = field(default_factory=dict)
-    """Missing paths whose memory is still filled, from the other path; set by core."""
+    """Missing paths whose memory is filled from the path of a tied object; set by core."""
     replaces: bool = False
-    """Whether `finish` returns another object than the live one (a read-only array's copy).
+    """Whether `finish` returns a different object from the live one (a read-only array's copy).
 
-    A tuple cannot take another object; core detects that before it writes anything. Not set for
+    A tuple cannot hold the new object; core detects that before it writes any memory. Not set for
     values.
     """
     settle: list[Callable[[], object]] = field(default_factory=list)
-    """Called after all `finish` of the whole restore: sets random state, so nothing draws later."""
+    """Called after all `finish` of the whole restore, to set random state after the last draw."""
 
     def differ(self, difference: Difference) -> None:
-        """Add a difference; its sentences are problems unless `strict=False` skips it."""
+        """Add a difference, and its sentences as problems; `strict=False` may skip both."""
         self.differences.append(difference)
         self.problems += difference.sentences
 
@@ -183,7 +183,7 @@ class Placement:
         self.numbered += other.numbered
         self.passed_over += other.passed_over
         if other.notes:
-            # The report has one fact for all optimizers: users must know if one was matched by
+            # The report has one entry for all optimizers: users must know if any was matched by
             # order.
             weaker = {"matched_by": "order"}.items() & self.notes.items()
             self.notes |= other.notes | dict(weaker)
@@ -191,14 +191,14 @@ class Placement:
 
 
 class DescribeContext(ABC):
-    """The calls that a provider may make while it describes.
+    """The functions that a provider may call while it describes values.
 
     Attributes:
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank among those that save together.
         world_size: The number of these ranks.
-        role: The role of all objects of a `describe_all` call, if the caller gives one. An object
-            that has it need not be created again.
+        role: The role of all objects of a `describe_all` call, if the caller sets one. Core copies
+            an object only if its role differs.
     """
 
     allow_pickle: bool
@@ -210,7 +210,7 @@ class DescribeContext(ABC):
     def describe(
         self, value: object, path: ObjectPath, /, *, role: Role | None = None
     ) -> Iterator[StateObject | Node]:
-        """Describe a child by the provider that claims it; `role` overrides the leaves' roles.
+        """Describe a child with the provider that claims it; `role` overrides the leaves' roles.
 
         Raises:
             UnsupportedStateError: No provider can store it; the message names the full path.
@@ -219,9 +219,9 @@ class DescribeContext(ABC):
     def describe_each(
         self, values: Sequence[object], paths: Sequence[ObjectPath], roles: Sequence[Role | None], /
     ) -> Sequence[Sequence[StateObject | Node]]:
-        """Describe several children as `describe` does; return the entries of each, in order.
+        """Describe several children like `describe`; return each child's entries, in order.
 
-        For thousands of tensors this takes a fraction of the time.
+        For thousands of tensors this is much faster than `describe`.
 
         Raises:
             UnsupportedStateError: As for `describe`.
@@ -231,33 +231,33 @@ class DescribeContext(ABC):
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the tree give to this tensor object, best first."""
+        """Return the names that modules of the tree give this tensor, preferred name first."""
 
     def of_this_rank(self, path: ObjectPath, /) -> None:
-        """Declare that at and below `path` each rank has its own objects, which others may lack.
+        """Declare that each rank has its own objects at and below `path`.
 
-        Ranks that differ only there still count as equal, and share the writing of the rest.
+        Ranks that differ only there still count as equal, and share the writing of other objects.
         The objects there need a `replica`: without one they would count as equal on all ranks.
         """
         del path
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T], /) -> T:
-        """Return the last save's result of `make` if its basis was equal; else call `make`.
+        """Return the cached result of `make` from the last save, or call `make` if `basis` changed.
 
-        For paths, nodes and the like, which are the same in each save of a job. Core keeps basis
-        and result until the next save: neither may change, or hold state.
+        Use this for paths, nodes and other results that stay the same in each save of a job. Core
+        keeps basis and result until the next save: neither may change, or hold state.
 
         Args:
-            place: Identifies the result, and its part of the tree.
-            basis: All that determines the result, besides `place`: names, shapes, numbers.
-            make: Makes the result.
+            place: Identifies the result and its part of the tree.
+            basis: All other inputs that determine the result: names, shapes, numbers.
+            make: Computes the result.
         """
         del place, basis
         return make()
 
 
 class PlaceContext(ABC):
-    """The calls that a provider may make while it plans a restore. Paths are the template's.
+    """The functions that a provider may call while it plans a restore. Paths are the template's.
 
     Attributes:
         allow_pickle: Whether stored pickles may be loaded.
@@ -274,52 +274,52 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def takes(self, spec: TensorSpec, stored: TensorSpec, /) -> bool:
-        """Return whether core fills memory of `spec` with a tensor of the spec `stored`.
+        """Return whether core can fill memory of `spec` from a tensor of the spec `stored`.
 
-        It does if they are equal, or if `restore(cast=True)` lets it convert floats. A target keeps
-        the dtype of its memory.
+        True if the specs are equal, or if `restore(cast=True)` allows the float conversion. A
+        target keeps the dtype of its memory.
         """
 
     @abstractmethod
     def place(self, value: object, path: ObjectPath, /) -> Placement:
-        """Plan the restore of a child into `value`, by the provider that claims it."""
+        """Plan the restore of a child into `value` with the provider that claims it."""
 
     @abstractmethod
     def rebuild(self, path: ObjectPath, /, *, device: str | None = None) -> Placement:
-        """Plan building a new object from what is stored at `path`; `finish()` returns it.
+        """Plan how to build a new object from the state at `path`; `finish()` returns the object.
 
         Tensors go to `device`; None means the CPU.
         """
 
     @abstractmethod
     def stored(self, path: ObjectPath, /) -> StoredObject | None:
-        """Return the *selected* stored object at `path`, tied ones resolved; None without one."""
+        """Return the *selected* stored object at `path` or None; resolves tied objects."""
 
     @abstractmethod
     def node(self, path: ObjectPath, /) -> Node | None:
-        """Return the stored container or composite at `path`, selected or not."""
+        """Return the stored container or composite at `path` or None; ignores the selection."""
 
     @abstractmethod
     def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
-        """Return the stored nodes directly below `path`, selected or not, in stored order."""
+        """Return the stored nodes directly below `path`, in stored order; ignores the selection."""
 
     @abstractmethod
     def provider_version(self, name: str, /) -> int | None:
-        """Return the version of provider `name` that wrote the checkpoint; None if none did.
+        """Return the version of provider `name` in the checkpoint; None if it wrote no part of it.
 
-        Never above the version of the installed provider: core refuses such a checkpoint earlier.
+        Core refuses a checkpoint with a later version than that of the installed provider.
         """
 
     @abstractmethod
     def children(self, path: ObjectPath, /) -> Sequence[str]:
         """Return the next segments of all *selected* paths below `path`, in stored order.
 
-        These lead to stored objects and to empty containers.
+        The paths are those of stored objects and of empty containers.
         """
 
     @abstractmethod
     def value(self, path: ObjectPath, /) -> object:
-        """Return the decoded value of a selected stored value object, a new one at each call.
+        """Return the decoded value of a selected value object; each call decodes a new value.
 
         Raises:
             KeyError: There is no such object.
@@ -327,7 +327,7 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def value_bytes(self, path: ObjectPath, /) -> bytes:
-        """Return the stored bytes of a selected value object, for providers that decode a form.
+        """Return the stored bytes of a selected value object, for a provider's own decoder.
 
         Raises:
             KeyError: There is no such object.
@@ -341,18 +341,18 @@ class PlaceContext(ABC):
     def whole(self, path: ObjectPath, /) -> PlaceContext:
         """Return a context in which everything stored at and below `path` is selected.
 
-        For a provider that must know what the selection leaves out. Plans of this context are not
-        part of the restore; plan objects with the context that `place` got.
+        This lets a provider see objects that the selection leaves out. Plans from this context are
+        not part of the restore; plan the restore with the context that `place` got.
         """
 
     @abstractmethod
     def parameter_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that modules of the template give to this tensor object, best first."""
+        """Return the names that modules of the template give this tensor, preferred name first."""
 
     def tied_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that the checkpoint has tied to this tensor object.
+        """Return the names that the checkpoint ties to this tensor object.
 
-        The template may hold them separately: each stage of a pipeline has a copy of tied weights.
+        The template may have separate copies, such as one per pipeline stage.
         """
         del tensor
         return ()
@@ -363,12 +363,12 @@ class StateProvider(ABC):
 
     Attributes:
         name: Entry-point name.
-        version: Version of what the provider stores. Recorded with each checkpoint; `place` and
-            `rebuild` get it from `PlaceContext.provider_version`. An earlier version never gets
-            state that a later one has stored.
+        version: Version of the provider's stored state. Each checkpoint records it; `place` and
+            `rebuild` read it from `PlaceContext.provider_version`. Core refuses to give state of a
+            later version to an earlier one.
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
-        describes_last: Whether its values are described after all other values in dicts, lists and
-            tuples of the tree, because describing the others may change them (random state).
+        describes_last: Whether core describes its values after all other values in the dicts, lists
+            and tuples of the tree, because describing the others may change them (random state).
     """
 
     api_version: ClassVar[int] = API_VERSION
@@ -379,10 +379,10 @@ class StateProvider(ABC):
 
     @abstractmethod
     def claims(self, kind: type, /) -> int | None:
-        """Return the priority with which this provider claims values of `kind`; None for no claim.
+        """Return this provider's priority for values of `kind`; None if it does not claim them.
 
-        Providers of Penstock use 10 (anything with `state_dict`) to 50 (exact types). A tie is an
-        error.
+        Penstock's providers use 10 (anything with `state_dict`) to 50 (exact types). Two equal
+        claims are an error.
         """
 
     @abstractmethod
@@ -391,25 +391,25 @@ class StateProvider(ABC):
     ) -> Iterable[StateObject | Node]:
         """Describe `value` as objects and nodes at and below `path`, without copying tensors.
 
-        A node comes before its children. This call freezes plain Python data to bytes. For a value
-        that is one object, a tuple of that object is the fastest result.
+        A node comes before its children. This call serializes plain Python data. For a value that
+        is one object, a one-element tuple is the fastest result.
 
         Raises:
-            UnsupportedStateError: Something in it cannot be stored; names the path.
+            UnsupportedStateError: Part of the value cannot be stored; names the path.
         """
 
     def describe_all(
         self, values: Sequence[Any], paths: Sequence[ObjectPath], /, *, context: DescribeContext
     ) -> Iterable[StateObject | Node]:
-        """Describe values of one type, each at its path, in order, as `describe` does.
+        """Describe values of one type, in order, with the same result as `describe` for each.
 
-        Core calls it for the children of a container (there may be fifty thousand) if the class
-        that has `describe`, or a subclass of it, overrides this, and none of `claimed_memory`,
-        `unsteady_memory` and `left_out`. A list with one object for each value is the fastest
-        result.
+        An override makes containers with up to fifty thousand children faster. Core calls it only
+        if no subclass overrides `describe` alone, and if the provider overrides none of
+        `claimed_memory`, `unsteady_memory` and `left_out`. A list with one object for each value is
+        the fastest result.
 
         Raises:
-            UnsupportedStateError: Something in them cannot be stored; names the path.
+            UnsupportedStateError: Part of a value cannot be stored; names the path.
         """
         for value, path in zip(values, paths, strict=True):
             yield from self.describe(value, path, context=context)
@@ -421,15 +421,14 @@ class StateProvider(ABC):
     def place_all(
         self, values: Sequence[Any], paths: Sequence[ObjectPath], /, *, context: PlaceContext
     ) -> list[Target] | None:
-        """Plan the restore of values of one type, each at its path, as `place` does.
+        """Plan the restore of values of one type, with the same result as `place` for each.
 
-        Only for values that are memory to fill in place: the result is the targets of the selected
-        values, in order. Core calls it for the children of a container (there may be fifty
-        thousand) if the class that has `place`, or a subclass of it, overrides this, and the values
-        do not always differ between ranks.
+        Override this only if every value is memory to fill in place. It makes containers with up to
+        fifty thousand children faster. Core calls it only if no subclass overrides `place` alone,
+        and if `on_other_ranks` returns None for the type.
 
         Returns:
-            The targets; None: core calls `place` for each value.
+            The targets of the selected values, in order; None if core must call `place` for each.
         """
         del values, paths, context
         return None
@@ -437,13 +436,13 @@ class StateProvider(ABC):
     def place_dict(
         self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
     ) -> Placement | None:
-        """Plan the restore of what `rebuild` would build from `node` into a dict of the template.
+        """Plan the restore of a stored composite, `node`, into a plain dict of the template.
 
-        The dict may have another layout than the stored objects, such as numbers as keys.
+        The dict may have a different layout from the stored objects, such as numbers as keys.
 
         Returns:
-            The plan; its `finish` returns `value`. None: each item of the dict is restored from
-            the object at its path.
+            The plan; its `finish` returns `value`. None if core must restore each item from the
+            object at its path.
         """
         del value, node, context
         return None
@@ -452,16 +451,16 @@ class StateProvider(ABC):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """Plan building a value of one of `forms` with no template; `finish()` returns it."""
+        """Plan how to build a value of one of `forms` without a template; `finish()` returns it."""
 
     def on_other_ranks(self, kind: type, /) -> Literal["error", "keep"] | None:
-        """Return whether values of a claimed type always differ between ranks.
+        """Return how to restore a type whose values always differ between ranks.
 
-        Core then stores the value of each rank, like a `penstock.PerRank`.
+        Core stores every rank's value of such a type, like a `penstock.PerRank`.
 
         Returns:
-            None if they do not, and must be equal on all ranks. Otherwise the action of a restore
-            on another number of ranks: raise an error, or keep the live value with a warning.
+            None if values must be equal on all ranks. Otherwise the action of a restore on another
+            number of ranks: raise an error, or keep the live value with a warning.
         """
         del kind
         return None
@@ -472,50 +471,49 @@ class StateProvider(ABC):
         return ()
 
     def claimed_memory(self, value: Any, /) -> Iterable[MemoryKey]:
-        """Return memory that only `value`'s own step changes (optimizers); core may defer it."""
+        """Return memory that only `value.step` changes (optimizers); core may capture it later."""
         del value
         return ()
 
     def claimed_values(self, value: Any, /) -> Sequence[object] | None:
         """Return the values of the tree whose memory makes up all of `claimed_memory`.
 
-        Core has just described them and knows their memory, so this takes a fraction of the time.
+        This is faster than `claimed_memory`, since core already knows their memory.
 
         Returns:
-            The same objects that `describe` gave to `describe_each`. None: core calls
-            `claimed_memory`, as it also does if one of them was not given to `describe_each`.
+            The same objects that `describe` passed to `describe_each`. Core calls `claimed_memory`
+            for None, or if an object was not passed to `describe_each`.
         """
         del value
         return None
 
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
-        """Return `(device, storage)` of memory that may change in forward; never deferred."""
+        """Return `(device, storage)` of memory that forward may change, so it is never deferred."""
         del value
         return ()
 
     def left_out(self, value: Any, /) -> Iterable[tuple[str, object]]:
-        """Return `(name, object)` of objects that belong to `value` and are not stored with it.
+        """Return `(name, object)` for objects that belong to `value` but are not stored with it.
 
-        Examples: the parameters of an optimizer; the optimizer of an engine that is stored as a
-        module. Core warns of objects that are not in the tree either, and of tensors whose memory
-        no object of the tree has.
+        Examples are the parameters of an optimizer, or the optimizer of an engine that is stored as
+        a module. Core warns of such an object if the tree has neither the object nor its memory.
         """
         del value
         return ()
 
 
 def describes_together(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class describe several values faster by `describe_all`."""
+    """Return whether `describe_all` is faster than `describe` for providers of this class."""
     return _has_faster(kind, "describe_all", than="describe")
 
 
 def places_together(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class place several values faster by `place_all`."""
+    """Return whether `place_all` is faster than `place` for providers of this class."""
     return _has_faster(kind, "place_all", than="place")
 
 
 def claims_by_values(kind: type[StateProvider], /) -> bool:
-    """Return whether providers of this class claim memory faster by `claimed_values`."""
+    """Return whether `claimed_values` is faster than `claimed_memory` for this class."""
     return _has_faster(kind, "claimed_values", than="claimed_memory")
 
 
@@ -530,7 +528,7 @@ def _has_faster(kind: type[StateProvider], method: str, *, than: str) -> bool:
 
 
 def breach_of_priority(claim: object, kind: type, /) -> str | None:
-    """Return how a result of `claims(kind)` is wrong, as a clause; None if it is not."""
+    """Return a clause that explains why `claims(kind)` may not return `claim`; None if it may."""
     # `isinstance` would accept True, which means "yes", as the priority 1.
     if claim is None or type(claim) is int:
         return None

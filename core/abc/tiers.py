@@ -1,8 +1,8 @@
 """The tiers of a backend, and the record that identifies the root of each.
 
-The record names this root, and the roots of all other tiers. A tier may be replaced without notice:
-by the empty folder below an unmounted file system, by an older backup, by another tier's root.
-`docs/format.md` describes the bytes of the record.
+The record names this root, and the roots of all other tiers. It detects a root that was silently
+replaced: by the empty mount point of an unmounted file system, by an older backup, or by another
+tier's root. `docs/format.md` describes the bytes of the record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ROOT_NAME = "tier/root.json"
-"""Name of the record, in each root of a run in tiers."""
+"""Name of the record in each tier's root."""
 
 _VERSION = 1
 _LIMIT_BYTES = 1 << 16
@@ -45,21 +45,21 @@ _ACCEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One of the places of a backend, and the rules for copying from it.
+    """One tier of a backend, and the rules for copying from it.
 
     Attributes:
-        name: Name for people, states and logs: `fast`, `durable`; a nested one `fast.durable`.
-        backend: The backend of the place.
+        name: Name in messages, states and logs: `fast`, `durable`, or `fast.durable` if nested.
+        backend: The backend of the tier.
         drain_every: Copy every N-th save to the next tier; 0 copies none automatically.
-        drain_bytes_per_s: Most bytes per second to copy to the next tier; None sets no limit.
+        drain_bytes_per_s: Maximum bytes per second to copy to the next tier; None sets no limit.
         drain_in: Where the copy to the next tier runs: a `thread` of this process, or a separate
             `process`; `auto` uses a process for large checkpoints, if it can open the tiers.
-        keep_last: The number of checkpoints that stay here although the next tier has them; None
-            keeps all that fit.
-        on_full: What a save does when this tier has no room, even after eviction, and the next tier
-            does not answer.
-        durable: Whether a save counts as durable once it is whole here.
-        accept_root: Whether to accept this place for the run, whatever its root record says.
+        keep_last: The number of checkpoints that eviction keeps here after they were copied to the
+            next tier; None keeps all that fit.
+        on_full: What a save does if this tier is full, even after eviction, and the next tier does
+            not answer.
+        durable: Whether a save counts as durable once it is complete here.
+        accept_root: Whether to accept this tier for the run, whatever its root record says.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Tier:
 
 
 def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
-    """Return the result of `read` for the first tier where it finds no damage; None if none is.
+    """Return the result of `read` for the first tier where it succeeds; None if it never does.
 
-    A backend of several tiers reads around a missing blob itself. Checksums find damage only after
-    the backend's call has returned, so the engine calls this to read around it.
+    A tiered backend fails over when a blob is missing. It cannot detect damage, since core verifies
+    checksums after the backend's call, so core fails over with this function.
 
     Args:
-        tiers: The tiers in the order in which they are tried.
+        tiers: The tiers, in the order to try.
         read: Reads from a tier and verifies; raises DamagedError for damage.
     """
     for tier in tiers:
@@ -96,8 +96,8 @@ class RootRecord:
     Attributes:
         run: The run: 32 hex digits, the same in all roots of the run.
         root: The root: 32 hex digits, drawn when the root was first used.
-        opened: How many processes have saved or drained with this root.
-        tiers: All roots of the last use, including this one, the fastest first; each with its
+        opened: The number of processes that have saved or drained with this root.
+        tiers: All roots at the last use, including this root, the fastest first; each with its
             `opened` at that time.
     """
 
@@ -107,7 +107,7 @@ class RootRecord:
     tiers: tuple[tuple[str, int], ...] = ()
 
     def slower(self) -> list[str]:
-        """The roots of the slower tiers."""
+        """Return the IDs of the slower tiers' roots."""
         ids = [root for root, _ in self.tiers]
         return ids[ids.index(self.root) + 1 :] if self.root in ids else []
 
@@ -184,21 +184,22 @@ def misplaced_roots(
     *,
     has_checkpoints: Callable[[int], bool],
 ) -> dict[int, str]:
-    """Return the tiers to leave alone for now, by number, each with the reason.
+    """Return the numbers of tiers not to use for now, each with the reason.
 
-    Looks only at the fastest durable tier and at slower ones: data that a faster tier has lost with
-    its machine is elsewhere. A tier with checkpoints but no record is not the empty folder below an
-    unmounted file system.
+    Such a tier has no record, but another tier's record names a root that is absent. Checks only
+    the fastest durable tier and slower tiers: a faster tier may lose its data with its machine. A
+    tier that has checkpoints passes, since it is not the empty mount point of an unmounted file
+    system.
 
     Args:
         tiers: The tiers, the fastest first.
-        found: The records of all tiers that have answered; None for a tier without a record.
-        has_checkpoints: Returns whether the tier with a number lists any checkpoint; called only
-            for suspicious tiers.
+        found: The records of all tiers that answered; None for a tier without a record.
+        has_checkpoints: Returns whether the tier with a number has any checkpoint; called only for
+            suspicious tiers.
 
     Raises:
         StorageError: A tier does not list its checkpoints.
-        ConfigError: Two tiers are one place, are swapped, or belong to two runs.
+        ConfigError: Two tiers are the same place, are swapped, or belong to different runs.
     """
     known = {number: record for number, record in sorted(found.items()) if record is not None}
     shown = {number: f"tier {tier.name} ({tier.backend.url})" for number, tier in enumerate(tiers)}

@@ -1,8 +1,8 @@
 """The catalog of a run: its steps, the latest one, and the deletion of checkpoints.
 
 A checkpoint exists if and only if its commit record's name does. Commit records are deleted before
-data, the lowest generation of a step first. So a crash in between leaves data that no record names,
-for `prune`, but never a record without data, and no overwritten generation comes back.
+data, the lowest generation of a step first. So a crash in between leaves only orphans for `prune`:
+never a record without data, and never an overwritten generation that comes back.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Catalog:
             backend: The backend of the run.
             before_delete: Called with the uids of checkpoints that are about to be deleted.
             delete_failed: Called with these uids if the deletion fails; some may remain.
-            look: Returns whether a place has all data of a checkpoint. Called for a kept
-                checkpoint before others are deleted because of it.
-            note_own: Called with the uid of a checkpoint that this process has made; `look` need
-                not read its manifest.
+            look: Returns whether a place has all data of a checkpoint. The catalog deletes older
+                checkpoints only in favor of one that passes.
+            note_own: Called with the uid of a checkpoint that this process wrote, so that `look`
+                need not read its manifest.
         """
         self._backend = backend
         self._before = before_delete
@@ -92,9 +92,9 @@ class Catalog:
     # -- looking --------------------------------------------------------------------------------
 
     def entries(self) -> dict[int, list[str]]:
-        """Return the names of commit records by step, steps and generations ascending.
+        """Return the names of commit records by step, with steps and generations ascending.
 
-        The last name of a step is its valid generation.
+        The last name of a step is its current generation.
         """
         found: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for info in self._backend.list(COMMIT_PREFIX):
@@ -123,7 +123,7 @@ class Catalog:
         """Return the commit record of the newest step; None if there is no checkpoint.
 
         Args:
-            up_to: The highest step that counts; None: all do.
+            up_to: The highest step to consider; default: no limit.
 
         Raises:
             DamagedError: The commit record is unreadable.
@@ -165,7 +165,7 @@ class Catalog:
 
         Args:
             step: The step.
-            entries: A result of `entries()` from just before, which saves one listing.
+            entries: A recent result of `entries()`, which saves one listing.
 
         Raises:
             CheckpointNotFoundError: The step does not exist; the message lists existing steps.
@@ -179,13 +179,13 @@ class Catalog:
     def records(
         self, steps: Iterable[int] | None = None
     ) -> Iterator[tuple[int, CommitRecord | DamagedError]]:
-        """Read one commit record after the other; skips steps that are deleted meanwhile.
+        """Read the commit records of several steps; skip steps that are deleted meanwhile.
 
         Args:
-            steps: The steps, in the order in which to read them; by default all, ascending.
+            steps: The steps, in the order to read them; default: all, ascending.
 
         Yields:
-            A step with its commit record, or with the error that made it unreadable.
+            A step with its commit record, or with the error from reading it.
         """
         entries = self.entries()
         for step in entries if steps is None else steps:
@@ -199,7 +199,7 @@ class Catalog:
             yield step, found
 
     def has_whole(self, steps: Iterable[int]) -> bool:
-        """Return whether one of these steps can be read, according to `look`."""
+        """Return whether at least one of these steps is whole according to `look`."""
         newest_first = self.records(sorted(steps, reverse=True))
         return any(
             not isinstance(found, DamagedError) and self._is_whole(found)
@@ -207,11 +207,11 @@ class Catalog:
         )
 
     def next_generation(self, step: int) -> int:
-        """Return the generation that overwrites all present generations of `step`."""
+        """Return the generation that overwrites all existing generations of `step`."""
         return generation_above(self.entries().get(step, ()))
 
     def gone_or_damaged(self, step: int, uid: str, error: PenstockError) -> PenstockError:
-        """Return the error to raise `from error` by a reader that missed a file of a checkpoint.
+        """Return the error that a reader raises `from error` if a checkpoint's file is missing.
 
         Args:
             step: The step being read.
@@ -241,21 +241,21 @@ class Catalog:
     # -- notes ----------------------------------------------------------------------------------
 
     def annotate(self, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool]) -> None:
-        """Add a note to a committed checkpoint; on return it is durable wherever the checkpoint is.
+        """Add a note to a committed checkpoint, durably in every place that has the checkpoint.
 
         A crash at any moment leaves the whole note or none.
 
         Args:
             step: The step.
-            metadata: The user's metadata, JSON; overrides earlier values of the same keys.
-            tags: Whether the checkpoint has each of these tags from now on.
+            metadata: The user's JSON metadata, which overrides earlier values of the same keys.
+            tags: By tag, whether the checkpoint has it from now on.
 
         Raises:
             CheckpointNotFoundError: The step does not exist; the message lists existing steps.
-            CheckpointGoneError: It was deleted or overwritten meanwhile; nothing was added.
-            ConfigError: The note would be too long, or there are too many.
+            CheckpointGoneError: The step was deleted or overwritten meanwhile; nothing was added.
+            ConfigError: The note would be too long, or there are too many notes.
             DamagedError: The commit record of the step is unreadable.
-            StorageError: A place failed. The note may be there: add it again.
+            StorageError: A place failed; it may or may not have the note. Add the note again.
         """
         record = self.record(step)
         name = write_note(self._backend, record, metadata, tags)
@@ -270,15 +270,15 @@ class Catalog:
     # -- deleting -------------------------------------------------------------------------------
 
     def delete(self, step: int, named: Mapping[str, str | None] | None = None) -> None:
-        """Delete a checkpoint with all generations: records durably first, then data.
+        """Delete all generations of a checkpoint: first the records, durably, then the data.
 
-        Data that another checkpoint or a save in flight uses stays, and so does all data while any
-        record of the run is unreadable; `prune` deletes it later.
+        Keeps data that another checkpoint or a save in flight uses, and all data while any record
+        of the run is unreadable; `prune` deletes it later.
 
         Args:
             step: The step.
-            named: The names of records with the uids that they named when the caller chose them;
-                a record that names another uid now is not deleted. None deletes all records.
+            named: By record name, the uid that the record named when the caller chose it. A record
+                that names another uid now is kept. None deletes all records.
 
         Raises:
             CheckpointNotFoundError: The step does not exist; the message lists existing steps.
@@ -295,8 +295,8 @@ class Catalog:
     def delete_older_generations(self, step: int) -> None:
         """Delete the generations that an overwrite of `step` replaced.
 
-        All stay while the newest generation lacks its data, for instance because its saver was
-        held up, was pruned, and published late: then only the older generation is whole.
+        Keeps all of them while the newest generation lacks data: its saver may have stalled, been
+        pruned, and published late. Then only the older generation is whole.
 
         Raises:
             FormatError: The newest generation is unreadable; nothing was deleted.
@@ -335,13 +335,13 @@ class Catalog:
         return later
 
     def apply_retention(self, rules: Retention, *, protect: Collection[int] = ()) -> list[int]:
-        """Delete the checkpoints that no rule of retention keeps.
+        """Delete the checkpoints that no retention rule keeps.
 
         A checkpoint with a readable record counts only if it is whole according to `look`. The
         newest and the best ones are checked until enough are whole; the others are deleted
-        unchecked. Checkpoints with an unreadable record are neither counted nor deleted. A
-        checkpoint with a tag is not deleted, nor one with an unreadable note, which may be a tag or
-        make it the best.
+        unchecked. Checkpoints with an unreadable record are neither counted nor deleted.
+        Checkpoints with a tag or an unreadable note are kept: that note may hold a tag or the best
+        metric.
 
         Args:
             rules: The rules.
@@ -394,8 +394,8 @@ class Catalog:
     def _deciding(self, step: int) -> Iterator[None]:
         """Refuse new notes on a step within the block.
 
-        Retention reads the notes within the block, and `annotate` checks for the block after it has
-        published. So no note is added with success and then deleted unseen.
+        Retention reads the notes within the block, and `annotate` checks for the block after it
+        publishes. So no note is reported as added and then deleted unread.
         """
         self._doomed.add(step)
         try:
@@ -410,9 +410,9 @@ class Catalog:
         count: int,
         is_whole: Callable[[CommitRecord], bool],
     ) -> set[int]:
-        """Return the last of `steps` that include `count` whole ones.
+        """Return the shortest tail of `steps` with `count` whole checkpoints.
 
-        Returns all steps if fewer are whole: then a damaged checkpoint may be the best there is.
+        Returns all steps if fewer are whole: then a damaged checkpoint may be the best available.
         """
         found = 0
         for number in range(len(steps) - 1, -1, -1):
@@ -431,8 +431,9 @@ class Catalog:
     def _kept_for_tiers(self, whole: Mapping[int, CommitRecord], keep_last: int) -> set[int]:
         """Return the steps to keep because a slower tier has no newer checkpoint yet.
 
-        These are the newest of each tier, and the oldest that has yet to be copied. Otherwise
-        retention would delete the only durable checkpoint, and each new one before it was durable.
+        These are the newest steps of each tier, and the oldest step that is still to be copied.
+        Otherwise retention would delete the only durable checkpoint, and each new checkpoint before
+        it became durable.
         """
         kept: set[int] = set()
         tiers = [tier.backend for tier in self._backend.tiers]

@@ -1,13 +1,13 @@
-"""The states of a save as one table, sans-IO.
+"""The state table of a save, sans-IO.
 
 The engine feeds events and executes the returned actions. The table keeps three promises. A saver
-that has sealed deletes no data of its uid, unless it has lost for good or the ranks have decided to
-abort. Nothing is published after the intent was found gone or could not be refreshed for half the
-grace time. COMMITTED is reached only by the store's own "yes", by the report of the rank that got
-it, or by reading a record that is ours.
+that has sealed keeps the data of its uid, unless another saver has won for good or the ranks have
+decided to abort. A save publishes nothing after its intent is found gone, or is not refreshed for
+half the grace time. A save reaches COMMITTED only if the store confirms the publish, the publishing
+rank reports it, or the record read back is ours.
 
-If many ranks save together, each has its own table, and its round (`core/rounds/round.py`) feeds
-it. Only rounds feed the last four events.
+If several ranks save together, each has its own table, which its round (`core/rounds/round.py`)
+feeds. Only rounds feed the last four events.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
-    # After an abort has won the register no rank publishes, which needs "commit" in the register.
-    # So each rank may delete its data at once, though it has sealed.
+    # After an abort wins the register, no rank publishes, since that needs "commit" there. So each
+    # rank may delete its data at once, even after it has sealed.
     (_S.WRITING, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.COMMIT_DECIDED): (_S.AWAITING, _A.AWAIT),
@@ -130,7 +130,7 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
 
 
 class Commit:
-    """One save's way through the table. Not thread-safe: the engine feeds it under a lock."""
+    """The state of one save. Not thread-safe: the engine feeds it under a lock."""
 
     __slots__ = ("_may_delete", "_state", "_tried")
 
@@ -146,24 +146,24 @@ class Commit:
 
     @property
     def may_delete_own_data(self) -> bool:
-        """Whether the saver may delete what it wrote.
+        """Whether the saver may delete its own data.
 
-        Only if it failed before it sealed, another saver has won for good, or the ranks have
+        It may only if it failed before it sealed, another saver has won for good, or the ranks have
         decided that no rank publishes.
         """
         return self._may_delete
 
     @property
     def never_published(self) -> bool:
-        """Whether no commit record of this save exists, or can arrive unless a publish begins now.
+        """Whether no commit record of this save exists, and none can appear without a new publish.
 
-        A record that was tried may still land after another saver's was deleted: after a lost
-        answer only the store's own "taken" is definite. Until then other ranks keep their data too.
+        After a lost reply the record may still appear, even after another saver's was deleted. Only
+        the store's refusal of its name rules that out. Until then other ranks keep their data.
         """
         return self._may_delete or not self._tried
 
     def feed(self, event: Event) -> Action:
-        """Go to the next state for `event`, and return the action to execute.
+        """Move to the next state for `event`, and return the action to execute.
 
         Raises:
             IllegalEventError: The event cannot happen in this state; nothing changed.

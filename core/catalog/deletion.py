@@ -1,13 +1,13 @@
-"""Deletes checkpoints: their commit records first and durably, then data that is not needed.
+"""Deletes checkpoints: first their commit records, durably, then the data that nothing needs.
 
-A checkpoint whose blobs another one borrows loses its record, intent, index and parts, and keeps
-its blobs. Its intent must go: a copy of that checkpoint in flight checks for the intent before it
-commits, and a remaining intent would keep the blobs that the deleted checkpoint had borrowed.
-Savers in flight need only the blobs. The blobs are deleted with the last checkpoint that borrows
-them.
+A deleted checkpoint whose blobs another one borrows keeps its blobs, but loses its record, intent,
+index and parts. Its intent must go: a copy of that checkpoint in flight checks for the intent
+before it commits, and a remaining intent would keep the blobs that the deleted checkpoint had
+borrowed. Savers in flight need only the blobs. The blobs are deleted with the last checkpoint that
+borrows them.
 
-No store has conditional deletes. So each step checks again what it is about to delete, and the
-order of the steps leaves at worst data for `prune`, wherever it ends.
+No store has conditional deletes, so each step checks again what it is about to delete. The order of
+the steps leaves at worst orphans for `prune`, wherever a deletion ends.
 
 Tested in `tests/core/catalog/test_catalog.py`.
 """
@@ -40,7 +40,7 @@ _LANDINGS = 3  # how often a deletion checks again for copies in flight that lan
 
 
 def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
-    """Refuse steps at which two tiers have different checkpoints: the user has to choose one.
+    """Refuse steps at which two tiers have different checkpoints; the user must choose a tier.
 
     Raises:
         ConfigError: Two tiers differ at a step; the message says what to do.
@@ -64,9 +64,9 @@ def check_same(tiers: Sequence[Tier], steps: Iterable[int]) -> None:
 
 
 def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
-    """Delete the data of a save: its intent first, so that a slow saver sees it must not commit.
+    """Delete the data of a save, the intent first, so that a slow saver does not commit.
 
-    Also deletes the lease first, for a copy in flight that writes blobs that another one borrows.
+    Deletes a lease with the intent, so that a copy in flight that writes blobs of this uid stops.
     """
     names = [blob.name for blob in blobs]
     first = [intent_name(uid), *({lease_name(uid)} & set(names))]
@@ -75,7 +75,7 @@ def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
 
 
 def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
-    """Delete the files of a save except its blobs, which others need: its intent first.
+    """Delete the files of a save, the intent first, except its blobs, which others need.
 
     A lease stays, since it lists which of the blobs are durable.
     """
@@ -85,7 +85,7 @@ def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> No
 
 
 def manifest_of(uid: str, blobs: Iterable[BlobInfo]) -> list[BlobInfo]:
-    """Return a save's files that are neither blob nor lease."""
+    """Return a save's files except its blobs and lease."""
     lease = lease_name(uid)
     return [blob for blob in blobs if blob_uid(blob.name) is None and blob.name != lease]
 
@@ -95,7 +95,7 @@ def delete_lent(
 ) -> None:
     """Delete the data of saves without a record if nothing borrows from them any more.
 
-    Data with an intent stays, for `prune`: a save or a copy of that uid may be in flight, or may
+    Leaves data with an intent to `prune`: a save or a copy of that uid may be in flight, or may
     have ended without a record.
 
     Args:
@@ -119,24 +119,24 @@ def delete_records(
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
-    That may include data of earlier deleted checkpoints, from which the deleted ones borrowed.
+    The data may include that of earlier deleted checkpoints, from which these borrowed.
 
-    Skips a record that was replaced since it was chosen (its uid differs): a deleted step can be
-    saved again under the same name, and each tier may have another save there. No store has
-    conditional deletes, so a moment remains between reading the uid and the deletion. While any
-    other record of the run is unreadable all data stays, for `prune`.
+    Skips a record whose uid has changed since it was chosen: a deleted step can be saved again
+    under the same name, and each tier may have another save there. No store has conditional
+    deletes, so a race between reading the uid and the deletion remains. While any other record of
+    the run is unreadable, all data is left to `prune`.
 
     Args:
         backend: The run, with all its tiers.
         names: The names of the records.
-        uids: The uids that these records named when the caller chose them; by default all uids
-            that they name in any tier now.
+        uids: The uids that these records named when the caller chose them; default: all uids that
+            they name in any tier now.
         before: Called with these uids before anything is deleted, so that other work of this
             process on them can stop.
         failed: Called with these uids after an error: some may remain, and that work may continue.
 
     Returns:
-        The names of the records that were deleted.
+        The names of the deleted records.
     """
     names = list(names)
     chosen = (
@@ -154,7 +154,7 @@ def delete_records(
 
 
 def _places(backend: Backend) -> list[Backend]:
-    """Return the places of a run, the most durable first, so that nothing is copied again."""
+    """Return the places of a run, the most durable first, so that nothing is copied there again."""
     return places_of(backend)[::-1]
 
 
@@ -189,8 +189,8 @@ def _delete_if(
 ) -> bool:
     """Delete a record in every tier where it names one of `uids`; return whether any tier had it.
 
-    Deletes unreadable copies in other tiers too: the step would stay listed there. Adds the deleted
-    records to `gone`.
+    Deletes unreadable copies in other tiers too, since they would keep the step listed. Adds the
+    deleted records to `gone`.
     """
     found = [(place, records_named(place, [name])) for place in _places(backend)]
     listed = [there[name] for _, there in found if name in there]
@@ -210,9 +210,9 @@ def _uid(record: CommitRecord | None) -> str | None:
 
 
 def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[CommitRecord]) -> None:
-    """Delete data that nothing needs any more; none while a record is unreadable.
+    """Delete data that nothing needs any more, or none while a record is unreadable.
 
-    A record that is readable in another tier does not count: it can be repaired from there.
+    A record that is readable in another tier counts as readable: it can be repaired from there.
 
     Args:
         backend: The run, with all its tiers.
@@ -228,7 +228,7 @@ def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[Commi
         gone = doomed.difference(*(survey.named for survey in surveys))
         kept = {record.origin for survey in surveys for record in survey.records.values()}
         delete_notes(backend, {record.origin for record in deleted} - kept)
-        # Their intents are deleted too, so the blobs that these reference are not needed for them.
+        # Their intents are deleted too, so they no longer need the blobs that they reference.
         needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
         for uid in sorted(gone):
             delete = delete_manifest if uid in needed else delete_data

@@ -1,7 +1,7 @@
 """The saves from which checkpoints borrow blobs (chains of deltas), for messages and `penstock ls`.
 
-`Survey.needed_without` keeps borrowed data from deletion. The step of a save whose checkpoint was
-deleted is known only from a checkpoint that has it as base.
+`Survey.needed_without` protects borrowed data from deletion. If the checkpoint of a save was
+deleted, its step is known only from a checkpoint that has it as base.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
-    """Yield the readable commit records of `step` and of older ones, the newest first."""
+    """Yield the readable commit records of `step` and older steps, the newest first."""
     older = sorted((s for s in catalog.steps() if s <= step), reverse=True)
     for _, found in catalog.records(older):
         if not isinstance(found, DamagedError):
@@ -32,7 +32,7 @@ def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
 
 
 def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
-    """Return what `records` contain on the saves `uids`; stop reading once all are found."""
+    """Return the saves `uids`, by uid, as found in `records`; stop reading once all are found."""
     found: dict[str, LendingSave] = {}
     steps: dict[str, int] = {}
     seen: set[int] = set()
@@ -93,7 +93,7 @@ def broken_chain(catalog: Catalog, record: CommitRecord, damaged: Collection[str
 
 
 def borrowers_of_deleted_saves(records: Collection[CommitRecord]) -> dict[str, list[CommitRecord]]:
-    """Return the records that borrow from each save that no record names, by its uid."""
+    """Return, by uid, the records that borrow from each save that no record names."""
     named = {record.uid for record in records}
     borrowers: dict[str, list[CommitRecord]] = defaultdict(list)
     for record in records:
@@ -108,8 +108,8 @@ def borrowed_bytes(
 ) -> dict[str, int]:
     """Return the bytes of all blobs that `records` borrow from the saves `uids`, by uid.
 
-    Reads the tables of borrowed blobs of the checkpoints that borrow from these saves. If a table
-    cannot be read, counts the sizes in the commit record, as if no other checkpoint borrowed them.
+    Reads the table of borrowed blobs of each checkpoint that borrows from these saves. If a table
+    is unreadable, adds the sizes in the commit record, as if no other checkpoint borrowed them.
     """
     sizes: dict[str, int] = defaultdict(int)
     blobs: set[BlobRecord] = set()

@@ -1,8 +1,8 @@
 """Notes: metadata and tags that are added to a checkpoint after its commit.
 
-Notes never change, and each has its own name, so writers and copies need not agree: a checkpoint
-has the notes of all its places together. They are not part of a checkpoint: without its commit
-record they mean nothing, and a damaged note damages nothing else.
+Notes never change, and each has its own name, so writers and copies need no coordination: a
+checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without its
+commit record they mean nothing, and a damaged note damages nothing else.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NotesOfRun:
     """The notes in some places, from one listing of each place."""
 
     def __init__(self, places: Iterable[Backend], prefix: str = NOTES_PREFIX) -> None:
-        """List all notes, or those whose names begin with `prefix`; read none.
+        """List the notes whose names begin with `prefix`, without reading them.
 
         Raises:
             StorageError: A place does not answer.
@@ -78,9 +78,9 @@ class NotesOfRun:
         return cls(places_of(backend), notes_prefix(record.origin))
 
     def names(self, record: CommitRecord) -> dict[str, list[Backend]]:
-        """Return the names of the notes on a checkpoint, in order, with the places that list them.
+        """Return, in order, the names of a checkpoint's notes, with the places that list them.
 
-        They may include names of files that are not notes.
+        Some names may belong to files that are not notes.
         """
         return dict(sorted(self._found.get(record.origin, {}).items()))
 
@@ -110,10 +110,10 @@ class NotesOfRun:
 
 
 def check_tag(tag: object) -> str:
-    """Return a tag in its stored form.
+    """Return `tag` if it is valid.
 
     Raises:
-        ConfigError: It is not a tag.
+        ConfigError: It is not a valid tag.
     """
     if not is_tag(tag):
         msg = f"{show_value(tag)} is not a tag: use 1 to 64 of A-Z a-z 0-9 . _ -"
@@ -129,8 +129,8 @@ def write_note(
 ) -> str:
     """Publish a note on a checkpoint in each place that has it, the fastest first.
 
-    In this order: a copy to the next place carries notes over after its commit, so it either finds
-    this note in the faster place, or this function finds its commit record in the slower one.
+    In this order, a copy to a slower place finds this note in the faster one, because it carries
+    notes over after its commit.
 
     Returns:
         The name of the note.
@@ -138,7 +138,7 @@ def write_note(
     Raises:
         ConfigError: The note would be too long, or there are too many notes on the checkpoint.
         CheckpointGoneError: No place has the checkpoint any more.
-        StorageError: A place failed; it may lack the note, or have it.
+        StorageError: A place failed; it may or may not have the note.
     """
     names = NotesOfRun.of(backend, record).names(record)
     if len(names) >= MAX_NOTES:
@@ -171,15 +171,15 @@ def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
 def carry_notes(
     source: Backend, target: Backend, record: CommitRecord, *, origin: str | None = None
 ) -> None:
-    """Publish the notes on a checkpoint that another place lacks.
+    """Copy the notes on a checkpoint to a place that lacks them.
 
-    Copies damaged notes unchanged, so that readers there know too that something is missing.
+    Copies damaged notes unchanged, so that readers of that place also see that a note is missing.
 
     Args:
         source: The place, or the run, that has the notes.
-        target: The place to carry them to.
+        target: The place to copy them to.
         record: The commit record of the checkpoint.
-        origin: The origin of the copy; None: the same.
+        origin: The origin of the copy; default: that of `record`.
 
     Raises:
         StorageError: A place failed.
@@ -221,7 +221,7 @@ def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
     """Read a note from the first place that has it whole; None if it was deleted meanwhile.
 
     Raises:
-        DamagedError: It is damaged in every place that has it.
+        DamagedError: The note is damaged in every place that has it.
     """
     damage: DamagedError | None = None
     for place in places:

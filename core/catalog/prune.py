@@ -55,13 +55,13 @@ class PruneReport:
         uids: The uids whose data or notes were (or would be) deleted, ascending; borrowed blobs
             stay.
         names: The number of blobs and records that were (or would be) deleted.
-        size_bytes: The bytes of these blobs and records.
-        superseded: Commit records that a later overwrite of their step replaced, but that were not
-            deleted because of a crash. Their data is not in the figures above.
+        size_bytes: The total size of these blobs and records.
+        superseded: Commit records that an overwrite of their step replaced and a crash left there.
+            The figures above exclude their data.
         refused: The reasons why nothing was deleted: the error of each unreadable record, or that
             the run has no record at all.
-        unrecorded: The uids that were kept since their commit records may still come, for instance
-            in a run that is being copied data first.
+        unrecorded: The uids that were kept because their commit records may still arrive, for
+            example in a copy of the run that writes its data first.
         dry_run: Whether this was a dry run, which deletes nothing.
     """
 
@@ -89,20 +89,20 @@ def prune(
     reference it, it is not one of `own_uids`, and all its data is older than `grace_s` by the
     store's clock. A saver that could not refresh its intent for half that time never publishes, so
     no deleted uid can be committed later. The intent is deleted first. Data that a crash leaves
-    behind is as old as before, and the next prune deletes it.
+    keeps its age, and the next prune deletes it.
 
-    If no record names a uid, but its blobs are borrowed, everything except the blobs is deleted: it
-    was left by a deletion that was killed after the record, and its intent keeps the blobs that it
-    had borrowed itself.
+    If no record names a uid, but its blobs are borrowed, everything except the blobs is deleted. A
+    deletion that was killed after it deleted the record leaves such a uid, and the intent would
+    keep the blobs that this uid had borrowed.
 
     Nothing is deleted while any record of the run is unreadable, since that record may need any
     data. A run without any record is kept, and so is a save that lacks only its record while no
-    later checkpoint exists, since the run may be being copied data first; `everything` deletes
-    both.
+    later checkpoint exists: the run may be a copy in flight that writes its data first.
+    `everything` deletes both.
 
-    Older generations of a step are deleted at once, as the saver of the newest one was going to do;
-    but not if the newest generation lacks its data: its saver may have been held up for so long
-    that it was pruned, and will delete its own record.
+    Older generations of a step are deleted at once, as the saver of the newest one would have done.
+    They stay if the newest generation lacks its data: its saver may have stalled until it was
+    pruned, and will delete its own record.
     """
     how = _How(
         grace_s=grace_s,
@@ -117,11 +117,11 @@ def prune(
 def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     """Delete unfinished saves, of any age, whose processes on this machine have ended.
 
-    The intent must prove it: the process that wrote it is over, and saved to this place. The save
-    must have no index: after the index a record that the dead process sent may still arrive. The
-    run must have a readable commit record: a run without one may be being copied.
+    The intent must show that its process has ended and saved to this place. The save must have no
+    index: after the index, a record that the dead process sent may still arrive. The run must have
+    a readable commit record: a run without one may be a copy in flight.
 
-    Blobs of deleted checkpoints that only such a save was going to borrow are deleted too.
+    Also deletes blobs of deleted checkpoints that only such a save was going to borrow.
 
     Returns:
         The uids of these saves.
@@ -163,14 +163,14 @@ def _is_of_dead_saver(place: Backend, uid: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _How:
-    """The options of pruning one place.
+    """The options for pruning one place.
 
     Attributes:
         grace_s: The age in seconds below which data stays.
         keep: The uids that always stay.
         lent: The uids whose blobs stay because of other tiers.
         dry_run: Whether to change nothing.
-        everything: Whether to delete saves that may lack only their commit record too.
+        everything: Whether to also delete saves that may lack only their commit record.
         look: Returns whether a place has all data of a checkpoint.
         latest: The highest step in any tier; None if no tier has a checkpoint.
     """
@@ -230,10 +230,10 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
 def _lent_to_others(
     places: Sequence[Backend], surveys: Sequence[Survey], how: _How
 ) -> list[set[str]]:
-    """Return the uids whose blobs stay in each tier because of records in other tiers.
+    """Return, for each tier, the uids whose blobs stay because of other tiers.
 
-    A record keeps data only in its own tier, as for an eviction; but in all tiers if its own tier
-    has lost part of the checkpoint.
+    A record keeps data only in its own tier, as in an eviction. If that tier has lost part of the
+    checkpoint, the record keeps data in all tiers.
     """
     of_intents = {u for s in surveys for intent in s.intents.values() for u in intent.references}
     kept = []
@@ -258,7 +258,7 @@ def _refused(unreadable: Mapping[str, DamagedError], *, dry_run: bool) -> PruneR
 
 def _prune_one(backend: Backend, how: _How) -> PruneReport:
     # The clock is read before the records are listed: data that was old *then* cannot have been
-    # committed since. If a pruner were held up in between and read the clock afterwards, data
+    # committed since. If a pruner stalled in between and read the clock afterwards, data
     # committed meanwhile would look old. A dry run writes nothing, not even the record by which
     # some stores measure their time.
     limit_s = (time.time() if how.dry_run else backend.store_time_s()) - how.grace_s
@@ -295,7 +295,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
     gone = _take_all(backend, survey, stays, limit_s, how)
-    if steps or how.everything:  # else the run may be being copied, notes first
+    if steps or how.everything:  # else the run may be a copy in flight, notes first
         _take_notes(backend, survey, stays, limit_s, how, gone)
     return PruneReport(
         tuple(sorted(gone)),
@@ -315,7 +315,7 @@ def _take_all(
     taken: set[str] = set()
     idle = survey.data.keys() - survey.named - stays
     while True:
-        # Attempts deleted so far have lost their intents, and need their references no more.
+        # Attempts deleted so far have lost their intents, and no longer need their references.
         lent = survey.needed_without(gone) | how.lent
         found = _take(backend, idle - lent - taken, limit_s, how)
         taken |= found.keys()
@@ -335,9 +335,9 @@ def _take_notes(  # noqa: PLR0917 - the parameters of `_take_all`, and its resul
     how: _How,
     gone: dict[str, dict[str, int]],
 ) -> None:
-    """Delete old notes without a checkpoint or a copy in flight; add them to `gone`.
+    """Delete old notes that belong to no checkpoint and no copy in flight; add them to `gone`.
 
-    Such notes remain if a deletion was killed, or if a note or a copy came just after it.
+    Such notes remain if a deletion was killed, or if a note or a copy arrived right after it.
     """
     copied = survey.intents.keys() - gone.keys()
     kept = {record.origin for record in survey.records.values()}.union(copied, stays)
@@ -350,7 +350,7 @@ def _take_notes(  # noqa: PLR0917 - the parameters of `_take_all`, and its resul
 
 
 def _survey_without(survey: Survey, superseded: Collection[str]) -> Survey:
-    """Return a survey as it will be after `delete_records` has deleted these records and data."""
+    """Return `survey` as it will be after `delete_records` deletes these records."""
     records = {name: record for name, record in survey.records.items() if name not in superseded}
     gone = [survey.records[name] for name in superseded]
     lent = {uid for record in gone for uid in record.references} - survey.intents.keys()
@@ -368,7 +368,7 @@ def _take(
     *,
     blobs_stay: bool = False,
 ) -> dict[str, list[BlobInfo]]:
-    """Delete the data of the old candidates; return the deleted files, by uid."""
+    """Delete the data of candidates that are old enough; return the deleted files, by uid."""
     taken: dict[str, list[BlobInfo]] = {}
     for uid in sorted(candidates):
         # Listed again: since the survey its saver may have woken up and refreshed the intent.
@@ -405,7 +405,7 @@ def _refused_without_records(
 def _superseded(
     records: Mapping[str, CommitRecord], is_whole: Callable[[CommitRecord], bool]
 ) -> tuple[str, ...]:
-    """Return the records below each step's newest generation, if that is whole; lowest first."""
+    """Return, lowest first, the older records of each step whose newest generation is whole."""
     newest: dict[int, CommitRecord] = {}
     for record in records.values():
         if record.generation >= newest.get(record.step, record).generation:

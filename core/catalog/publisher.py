@@ -41,7 +41,7 @@ _REFRESHES_PER_GRACE = 8
 
 
 class Publisher:
-    """Publishes the intent and the commit record of one save. For one thread at a time."""
+    """Publishes the intent and the commit record of one save. Not thread-safe."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Publisher:
 
         Args:
             backend: The backend that the records are published to.
-            commit: The state of the save, which decides what is still allowed.
+            commit: The state of the save, which allows or refuses a publish.
             uid: The uid of the save.
             step: The step of the commit record.
             grace_s: The seconds for which an intent that is not refreshed protects its data.
-            process: As in `IntentRecord`. Empty for a copy: another process may continue a dead
-                copy, so its data must not be deleted because its process is dead.
+            process: As in `IntentRecord`. Empty for a copy, whose data must outlive its process:
+                another process may continue the copy.
             clock: Measures the age of the intent.
         """
         self._backend = backend
@@ -80,17 +80,17 @@ class Publisher:
     def publish_intent(
         self, *, references: Collection[str] | None = None, exclusive: bool = False
     ) -> None:
-        """Publish the intent, which protects the data of this save, and what it borrows.
+        """Publish the intent, which protects the data that this save writes and borrows.
 
         The data of `references` is safe from deletions only if a commit record that names or
-        borrows from them is still there *afterwards*: check it before writing the first byte.
+        borrows from them still exists *afterwards*. Check that before writing the first byte.
 
         Args:
             references: The other uids whose blobs the save will use; None keeps the previous ones.
             exclusive: Whether to fail if the uid has an intent.
 
         Raises:
-            BlobExistsError: `exclusive` is given, and the uid has an intent already.
+            BlobExistsError: `exclusive` is set, and the uid already has an intent.
         """
         if references is not None:
             self._references = tuple(sorted(references))
@@ -113,7 +113,7 @@ class Publisher:
         log.debug("step %d: published %s", self._step, intent_name(self._uid))
 
     def refresh_intent(self) -> None:
-        """Publish the intent again if an eighth of the grace time has passed since the last time.
+        """Publish the intent again if it is older than an eighth of the grace time.
 
         Raises:
             SaveAbortedError: The intent is gone, or is older than half the grace time.
@@ -124,9 +124,9 @@ class Publisher:
             self.publish_intent()
 
     def publish_commit(self, record: CommitRecord, *, begin: Callable[[], None]) -> None:
-        """Publish the commit record: from then on the checkpoint exists.
+        """Publish the commit record, which makes the checkpoint exist.
 
-        A lost answer is resolved by reading the record and comparing the uid.
+        If the store's reply is lost, reads the record back and compares the uid.
 
         Args:
             record: The commit record.
@@ -134,8 +134,8 @@ class Publisher:
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
-            CommitUnknownError: The checkpoint may or may not exist; or its data, or a blob that it
-                borrows, has vanished.
+            CommitUnknownError: The checkpoint may or may not exist. Or its data, or a blob that it
+                borrows, is missing.
             SaveAbortedError: The intent was not refreshed for too long, or is gone.
             SaveError: No reader would accept the record; nothing was published.
         """
@@ -187,7 +187,7 @@ class Publisher:
         raise CommitUnknownError(msg) from lost
 
     def look(self, generation: int) -> Event:
-        """Return the event for the commit record of the step with this generation."""
+        """Read the commit record of this generation of the step; return the event to feed."""
         return self._read_back(commit_name(self._step, generation))
 
     def _encoded(self, record: CommitRecord) -> bytes:
@@ -218,7 +218,7 @@ class Publisher:
         try:
             data = self._backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
             ours = decode_commit(data, name).uid == self._uid
-        except BaseException as error:  # noqa: BLE001 - a plugin's, or want of memory: they prove nothing
+        except BaseException as error:  # noqa: BLE001 - a plugin's error, or no memory: proves nothing
             log.debug("reading %s back: %s", name, said(error))
             return Event.RECORD_ABSENT  # an unreadable record may be ours or another saver's
         return Event.RECORD_IS_OURS if ours else Event.RECORD_IS_OTHER
@@ -239,16 +239,15 @@ class Publisher:
         raise SaveAbortedError(msg)
 
     def _check_data(self, name: str, record: CommitRecord) -> None:
-        """Check that the data of the commit record just published is still there.
+        """Check that the published checkpoint still has its data.
 
-        If the root was removed during the save, the publish created its folder again with only the
-        record: a checkpoint without data would be reported as durable. Borrowed blobs belong to
-        another save: a user may have removed them by hand, or with an older release that did not
-        know that they are needed.
+        If the root was removed during the save, the publish has created its folder again with only
+        the record, and a checkpoint without data would be reported as durable. A user may also have
+        removed borrowed blobs by hand, or with an older release that does not know of them.
 
         Raises:
-            CommitUnknownError: The intent is gone, and so is the data beside it; or a borrowed
-                blob is gone, or has another length.
+            CommitUnknownError: The intent is gone, and so is the data beside it. Or a borrowed
+                blob is missing, or has another length.
         """
         try:
             lost = "" if self._exists(intent_name(self._uid)) else "its data"

@@ -28,14 +28,14 @@ _MARGIN_BYTES = 4 << 20  # for part, index, records, and the gaps between frames
 
 
 def worst_first(metadata: Mapping[int, Mapping[str, Any]], metric: str, mode: str) -> list[int]:
-    """Return the steps that have a metric, the best last, and among equal values the newest last.
+    """Return the steps that have a metric, from worst to best; of equal values the newest is last.
 
     Leaves out steps whose metric is missing, not a number, infinite or NaN.
 
     Args:
         metadata: The metadata of each step.
         metric: The key of the metric.
-        mode: `min` or `max`, whichever is best.
+        mode: `min` or `max`: which value is best.
     """
     sign = {"min": -1, "max": 1}[mode]
     values = {step: found.get(metric) for step, found in metadata.items()}
@@ -52,11 +52,11 @@ def younger_than(age_s: float, times: Mapping[int, float]) -> set[int]:
     """Return the steps that are at most `age_s` seconds older than the newest.
 
     Counts back from the newest checkpoint, not from now, so that a pause of a week deletes nothing.
-    A time in the future, from a wrong clock, makes no checkpoint older.
+    A time in the future, from a wrong clock, counts as now.
 
     Args:
         age_s: The age in seconds.
-        times: When each step was published.
+        times: The publish time of each step.
     """
     now_s = min(time.time(), max(times.values(), default=0.0))
     return {step for step, published_s in times.items() if now_s - published_s <= age_s}
@@ -73,7 +73,7 @@ def clean_up_after(
 ) -> None:
     """Delete the generations that a commit has replaced, and the steps that retention drops.
 
-    Runs on rank 0 after the save is durable. Logs a failure; it never fails the save.
+    Runs on rank 0 after the save is durable. Logs failures, and never fails the save.
     """
     try:
         if overwrite:
@@ -89,10 +89,10 @@ def clean_up_after(
 class Housekeeper:
     """Makes room for a save: applies overdue retention, and deletes the data of dead savers.
 
-    Retention runs after a commit. So a process that is repeatedly killed right after its commits
-    fills the disk, and then no save gets far enough to delete anything. Runs before a save, never
-    when a run is opened: the user may want to restore any of its checkpoints. For the save thread
-    only.
+    Retention runs after a commit. If a process is repeatedly killed right after its commits, the
+    disk fills up, and then no save gets far enough to delete anything. So the housekeeper runs
+    before a save. It does not run when a run is opened, since the user may want to restore any
+    checkpoint. Only the save thread uses it.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Housekeeper:
         # would then keep its staging memory until the next garbage collection.
 
     def before_save(self, url: str, need_bytes: int, *, protect: Collection[int]) -> None:
-        """Make room for a save at the place with this URL; all steps in `protect` stay.
+        """Make room for a save at the place `url`; keep all steps in `protect`.
 
-        Always does so for the first save; for later ones, if too little room is free. Logs a
-        failure; it never fails the save.
+        Runs before the first save, and before a later save if too little space is free. Logs
+        failures, and never fails the save.
         """
         try:
             if self._began and not self._is_short(url, need_bytes):
@@ -139,9 +139,9 @@ class Housekeeper:
     def when_full(
         self, error: StorageFullError, uid: str, *, protect: Collection[int]
     ) -> StorageFullError:
-        """Make room after a save found the store full; return the error to raise, with advice.
+        """Make room after a save fills the store; return the error to raise, with advice.
 
-        The save still fails: its blob is dead after a failed write.
+        The save still fails: its blob is unusable after a failed write.
         """
         try:
             advice = self._what_was_freed(uid, protect) + self._what_prune_would_free(uid)

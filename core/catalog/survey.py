@@ -4,8 +4,8 @@ A deletion decides whether data is still needed *after* the record that named it
 the records first and the intents second. A saver that borrows blobs publishes its intent first,
 with the uids of its base and of all that the base borrows from, and then checks that the record of
 the base is still there. So either this survey sees its intent, or the saver sees that the record
-is gone. An intent stays until the record of its own uid is deleted, so no saver is missed because
-it committed between the two listings.
+is gone. An intent stays until the record of its own uid is deleted, so the survey does not miss a
+saver that commits between the two listings.
 
 Tested in `tests/core/catalog/test_catalog.py`.
 """
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo
 
 _LOOKS = 5
-"""How often to read a record that is listed but not found."""
+"""How many times to read a record that is listed but not found."""
 
 Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 """A function that returns whether one place has all data of a checkpoint; see `has_data`."""
@@ -62,14 +62,14 @@ Look: TypeAlias = "Callable[[Backend, CommitRecord], bool]"
 
 @dataclass(slots=True)
 class Survey:
-    """The records of a run, and what they need.
+    """The records of a run, and the data that they need.
 
     Attributes:
         records: The commit records by name.
         data: The blobs and records by uid, as listed before the intents were read.
         intents: The intents, by uid, of saves that no commit record names.
-        unreadable: By name, the reason why a record is unreadable; it may need any data.
-        times: By name, when each commit record was published, by the store's clock.
+        unreadable: The error of each unreadable record, by name; the record may need any data.
+        times: The publish time of each commit record by the store's clock, by name.
     """
 
     records: dict[str, CommitRecord] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Survey:
         return self.used.union(*(intent.references for intent in left))
 
     def borrowers(self, uid: str) -> set[str]:
-        """Return the uids, named by no record, whose intents reference `uid`."""
+        """Return the uids that no record names and whose intents reference `uid`."""
         return {other for other, intent in self.intents.items() if uid in intent.references}
 
     @property
@@ -114,7 +114,7 @@ def places_of(backend: Backend) -> list[Backend]:
 
 
 def last_place(backend: Backend) -> Backend:
-    """Return the place where checkpoints finally stay: the last tier, or the backend itself."""
+    """Return the final place of checkpoints: the last tier, or the backend itself."""
     tiers = backend.tiers
     return tiers[-1].backend if tiers else backend
 
@@ -159,12 +159,12 @@ def has_data(backend: Backend, record: CommitRecord) -> bool:
 
 
 def sizes_of(backend: Backend, record: CommitRecord) -> dict[str, int]:
-    """List the files of a checkpoint, and of the saves that it borrows from: sizes by name."""
+    """Return, by name, the file sizes of a checkpoint and of the saves that it borrows from."""
     return sizes_below(backend, (record.uid, *record.references))
 
 
 def sizes_below(backend: Backend, uids: Iterable[str]) -> dict[str, int]:
-    """List the files of some saves: their sizes in bytes by name."""
+    """Return, by name, the file sizes of some saves in bytes."""
     return {i.name: i.size_bytes for uid in uids for i in backend.list(data_prefix(uid))}
 
 
@@ -191,7 +191,7 @@ def borrowed_blobs(backend: Backend, record: CommitRecord) -> tuple[BlobRecord, 
     """Return the blobs that a checkpoint borrows, ascending by name, from a tier that lists them.
 
     Raises:
-        DamagedError: The table of these blobs is damaged or missing; names it.
+        DamagedError: The table of these blobs is damaged or missing; names the index.
         StorageError: The store does not answer.
     """
     return from_any_tier(backend, record.index.name, lambda tier: read_borrowed(tier, record))
@@ -221,10 +221,10 @@ def missing_borrowed(
     Args:
         backend: The place.
         record: The checkpoint.
-        listed_by: The place that has the checkpoint whole; None: this one.
+        listed_by: The place whose table lists these blobs; default: `backend`.
 
     Raises:
-        DamagedError: Their table in that place is damaged or missing.
+        DamagedError: The table of these blobs is damaged or missing.
         StorageError: The place does not answer.
     """
     blobs = borrowed_blobs(listed_by or backend, record)
@@ -233,10 +233,10 @@ def missing_borrowed(
 
 
 def has(backend: Backend, record: CommitRecord) -> bool:
-    """Return the same as `is_whole`, but raise if the record exists and is unreadable.
+    """Return the same as `is_whole`, but raise if the record is unreadable.
 
     Raises:
-        DamagedError: The commit record exists, and is unreadable.
+        DamagedError: The commit record exists but is unreadable.
         StorageError: The tier does not answer.
     """
     found = read_listed(backend, commit_name(record.step, record.generation))
@@ -246,11 +246,11 @@ def has(backend: Backend, record: CommitRecord) -> bool:
 def read_listed(backend: Backend, name: str) -> CommitRecord | None:
     """Read a commit record; None if it does not exist.
 
-    Reads again while it is listed but not found: meanwhile a step may have been deleted, and saved
-    again under the same name.
+    Tries again while the record is listed but not found, since the step may have been deleted and
+    saved again under the same name.
 
     Raises:
-        DamagedError: It exists, and is unreadable.
+        DamagedError: The record exists but is unreadable.
         StorageError: The tier does not answer.
     """
     for _ in range(_LOOKS):
@@ -262,7 +262,7 @@ def read_listed(backend: Backend, name: str) -> CommitRecord | None:
 
 
 def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRecord | None]:
-    """Return the records of these names, None for a damaged one; missing ones are left out."""
+    """Return the records with these names, None for damaged records; leave out missing records."""
     records: dict[str, CommitRecord | None] = {}
     for name in names:
         try:
@@ -276,15 +276,16 @@ def records_named(backend: Backend, names: Iterable[str]) -> dict[str, CommitRec
 
 
 def uids_named(backend: Backend, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the uid that each record names, None for a damaged one; missing ones are left out."""
+    """Return the uid in each record, None for damaged records; leave out missing records."""
     found = records_named(backend, names)
     return {name: None if record is None else record.uid for name, record in found.items()}
 
 
 def is_listed(backend: Backend, name: str) -> bool:
-    """Return whether the store lists `name`, or a name inside it, after reading it failed.
+    """Return whether the store lists `name`, or a name inside it.
 
-    A record that was replaced by a link, a pipe or a folder is damage, not a missing checkpoint.
+    A record that was not found, but is listed, was replaced by a link, a pipe or a folder. That is
+    damage, not a missing checkpoint.
     """
     inside = f"{name}/"
     return any(f"{info.name}/".startswith(inside) for info in backend.list(name))
@@ -297,7 +298,7 @@ def unreadable(backend: Backend, name: str) -> FormatError:
 
 
 def survey_records(backend: Backend) -> Survey:
-    """Read all commit records, including unreadable ones, and collect what they need."""
+    """Read all commit records, and collect the errors of unreadable ones."""
     survey = Survey()
     for info in backend.list(COMMIT_PREFIX):
         try:
@@ -317,8 +318,7 @@ def survey_records(backend: Backend) -> Survey:
 def survey_run(backend: Backend) -> Survey:
     """Read all commit records, then the intents of all saves that no record names.
 
-    In this order: a save that commits in between is missing from the records, but its intent is
-    still read.
+    In this order, a save that commits in between is still seen by its intent.
     """
     survey = survey_records(backend)
     survey.data = data_by_uid(backend)
@@ -355,8 +355,8 @@ def unrecorded(
 ) -> dict[str, int]:
     """Return the steps, by uid, of saves that lack only their commit record.
 
-    Either the saver died right before its commit, or the run is being copied data first and its
-    records are yet to come. Only a checkpoint at that step or a later one rules out the latter.
+    Either the saver died right before its commit, or the run is a copy in flight whose records
+    follow its data. Only a checkpoint at that step or a later step rules out the copy.
 
     Args:
         data: The blobs and records by uid.

@@ -1,5 +1,5 @@
-"""The `penstock` command: its options, its commands, and how errors end it.
+"""The `penstock` command: its options, its commands, and its handling of errors.
 
-`commands` has each command's work and output, `output` prints, `bench` measures the speed of a
-store. Nothing here touches stored bytes, and no other package imports this one.
+`commands` has the commands, `output` prints their results, `bench` measures the speed of a store.
+Nothing here touches stored bytes, and no other package imports this one.
 """

@@ -1,4 +1,4 @@
-"""The typer application: the commands, their shared options and arguments, and the question.
+"""The typer application: the commands, their shared options and arguments, and confirmations.
 
 Tested in `tests/core/cli/test_cli.py`.
 """
@@ -67,6 +67,7 @@ TASKS = {
     },
     "Set up": {
         "plugins": ("commands.plugins", "List providers, codecs and backends."),
+        "advise": ("commands.advise", "Compute how often a run should save."),
         "tune": ("commands.bench", "Write the configuration that is best here."),
         "schema": ("commands.plugins", "Print the schema of configurations."),
     },
@@ -117,7 +118,7 @@ app = typer.Typer(
 
 
 def _listed() -> None:
-    """Stand in for a command whose module is not imported."""
+    """Act as a placeholder for a command whose module is not imported."""
 
 
 for _commands in TASKS.values():
@@ -130,8 +131,8 @@ _declared: dict[str, typer.Typer] = {}
 def command(name: str) -> Callable[[F], F]:
     """Declare a function of a module in `TASKS` as a command.
 
-    Its docstring is the help, with `Examples:` last; its parameters are the arguments and options.
-    A command that returns False exits with 1.
+    The docstring is the help text, with `Examples:` last. The parameters are the arguments and
+    options. A command that returns False exits with 1.
     """
 
     def declare(function: F) -> F:
@@ -160,7 +161,7 @@ def is_configuration(url: str) -> bool:
 
 
 def backend_of(url: str) -> str:
-    """Return the backend that `url` names; for a configuration file, its backend.
+    """Return `url`, or the backend in the configuration file that `url` names.
 
     Raises:
         ConfigError: The configuration file cannot be read, or is wrong.
@@ -190,7 +191,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def size_of(text: str) -> int:
-    """Parse a size such as `200MiB`, and return its bytes.
+    """Parse a size such as `200MiB`, and return it in bytes.
 
     Raises:
         typer.BadParameter: `text` is not a size above zero.
@@ -209,7 +210,7 @@ def size_of(text: str) -> int:
 
 
 def time_of(text: str) -> float:
-    """Parse a time such as `90`, `90s` or `24h`, and return its seconds.
+    """Parse a time such as `90`, `90s` or `24h`, and return it in seconds.
 
     Raises:
         typer.BadParameter: `text` is not a time.
@@ -221,7 +222,7 @@ def time_of(text: str) -> float:
 
 
 def step_or_latest(text: str) -> int | None:
-    """Parse the number of a step; return None for `latest`.
+    """Parse a step number; return None for `latest`.
 
     Raises:
         typer.BadParameter: `text` is neither a number nor `latest`.
@@ -278,7 +279,7 @@ _TALKATIVE = ("botocore", "urllib3", "s3transfer", "aiobotocore", "fsspec", "aio
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Escapes control characters: messages quote names that another user stored."""
+    """Escapes control characters, because messages quote names that another user stored."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -338,7 +339,7 @@ def penstock(
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Return if the user answers yes; the question goes to standard error, not into a pipe.
+    """Ask the user on standard error, not in a pipe; return only if the answer is yes.
 
     Args:
         question: The question, without its question mark.

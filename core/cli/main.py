@@ -21,7 +21,7 @@ from penstock.core.errors import PenstockError
 def main() -> None:
     """Run the command; print an error as one message, with a traceback only under `--debug`.
 
-    Exits with 0, with 1 after an error (but see `ErrorHandling`), or with 2 after a wrong call.
+    Exits with 0, with 1 after an error (but see `ErrorHandling`), or with 2 after a usage error.
     """
     errors.exit_code = 1  # a program may call `main` several times, `diff` among them
     log_visibly()

@@ -6,8 +6,8 @@ from __future__ import annotations
 def copy_bytes(target: memoryview, source: memoryview, /) -> None:
     """Copy all of `source` to the beginning of `target` without holding the GIL.
 
-    Both are flat views of bytes. The slice assignment of a memoryview would hold the GIL: the
-    training loop would stop while 16 MiB are copied.
+    Both are flat views of bytes. The slice assignment of a memoryview would hold the GIL, and stop
+    the training loop while 16 MiB are copied.
 
     Raises:
         ValueError: `target` is shorter than `source`, or is read-only; nothing was copied.

@@ -1,4 +1,4 @@
-"""A hold on Python's garbage collector, while many long-lived objects are made."""
+"""A hold that stops Python's garbage collector while many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STARTUP = 1_000
 class _CollectionHold:
     """A context in which no collection starts; several threads may enter it, and nest it.
 
-    A class, not a generator: leaving a generator makes an object, which can start a collection.
+    It is a class, because leaving a generator makes an object, which can start a collection.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _CollectionHold:
                 gc.enable()
 
     def leave_in_child(self) -> None:
-        """Leave all blocks, in a forked child: the threads that were in them do not exist there."""
+        """Leave all blocks in a forked child, where the threads that were in them do not exist."""
         self._lock = threading.RLock()  # a thread of the parent may hold the old one
         if self._holders and self._enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""Reads the memory of this process at many addresses by one call of numpy.
+"""Reads the memory of this process at many addresses with one numpy call.
 
 Tested in `tests/core/save/test_capture.py`.
 """

@@ -11,10 +11,10 @@ _POLL_S = 0.2  # a wait that missed its wake-up because of Ctrl-C ends at most t
 
 
 class Latch:
-    """Makes threads wait until it is opened; stays open.
+    """Makes threads wait until it is opened, and then stays open.
 
-    Made of a bare lock: Ctrl-C at the wrong moment leaves a `threading.Condition` (and so an
-    `Event` or a `Future`) locked for ever, and the thread that would notify it hangs.
+    It uses a bare lock: Ctrl-C at the wrong moment leaves a `threading.Condition` (and so an
+    `Event` or a `Future`) locked forever, and the thread that would notify it hangs.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let all waiting threads pass, and later ones; idempotent."""
+        """Let all waiting and later threads pass; idempotent."""
         self._open = True
         self._wake_one()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait at most `timeout_s`, None for ever; return whether the latch is open."""
+        """Wait at most `timeout_s` (None: forever); return whether the latch is open."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._open:
             left_s = until_s - time.monotonic()

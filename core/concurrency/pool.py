@@ -1,4 +1,4 @@
-"""Pools of daemonic threads, and lanes, which run tasks one after the other."""
+"""Pools of daemonic threads, and lanes that run tasks one after the other."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 class Pool:
     """Runs tasks on at most `count` threads, each started when there is work for it.
 
-    The threads are daemonic, unlike those of `concurrent.futures`: its hook at the exit of the
-    interpreter would wait for ever for a store call that hangs.
+    The threads are daemonic, unlike those of `concurrent.futures`, whose hook at interpreter exit
+    would wait forever for a store call that hangs.
 
     Args:
         count: The most threads that are not stuck.
         name: The beginning of the threads' names.
-        stuck_s: A thread whose task takes longer counts as stuck, and another may take its place:
-            calls that never return must not use up the pool.
-        timing: The clock, and how often the pool looks for stuck threads (`poll_s`); None uses
-            the current timing.
+        stuck_s: A thread whose task takes longer counts as stuck and may be replaced, so that calls
+            that never return do not use up the pool.
+        timing: The clock, and how often the pool looks for stuck threads (`poll_s`); None uses the
+            current timing.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Pool:
         return future
 
     def shutdown(self, *, wait: bool) -> None:
-        """Refuse further tasks, and end the threads after the queued ones; idempotent.
+        """Refuse further tasks, and end the threads after the queued tasks; idempotent.
 
-        With `wait`, return when all threads but the stuck ones have ended.
+        With `wait`, return when all threads except stuck ones have ended.
         """
         with self._lock:
             first, self._closed = not self._closed, True
@@ -144,7 +144,7 @@ class Pool:
 
 
 def _work(queue: _Queue, pool: weakref.ref[Pool]) -> None:
-    """Run tasks until the end is queued; a waiting thread holds no reference to the pool."""
+    """Run tasks until the end is queued; hold no reference to the pool while waiting."""
     while (work := queue.get()) is not None:
         owner = pool()
         if owner is None:
@@ -170,7 +170,7 @@ class Lane:
         self._lock = threading.Lock()  # guards `_tasks` and `_running`
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run `task`, which must not raise, after all tasks before it."""
+        """Run `task`, which must not raise, after all earlier tasks."""
         with self._lock:
             self._tasks.append(task)
             if self._running:

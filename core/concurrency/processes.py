@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def identity_of(pid: int) -> str:
-    """Return boot, PID namespace, PID and start time of a process, which are unique together.
+    """Return boot, PID namespace, PID and start time of a process, which together are unique.
 
     The start time is empty if there is no such process. The whole identity is empty if `/proc`
-    cannot be read, or belongs to another PID namespace, whose PIDs mean other processes.
+    cannot be read, or belongs to another PID namespace, where PIDs mean other processes.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - not a path

@@ -21,11 +21,11 @@ class Clock:
     """Reads the clocks of this machine; a test passes a subclass with another time."""
 
     def monotonic_s(self) -> float:
-        """Return seconds since some moment; stops while the machine sleeps; cannot be set."""
+        """Return seconds since some moment, by a clock that stops in sleep and cannot be set."""
         return time.monotonic()
 
     def boot_s(self) -> float:
-        """Return seconds since some moment; counts while the machine sleeps; cannot be set."""
+        """Return seconds since some moment, by a clock that counts sleep and cannot be set."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def wall_s(self) -> float:
@@ -41,7 +41,7 @@ class CountedClock(Clock):
     """A monotonic clock that advances only by the seconds that its owner counts.
 
     Used to wait for another process. A debugger or `SIGSTOP` usually stops both processes, so the
-    time in which this process was stopped does not count as silence of the other.
+    time in which this process was stopped does not count as the other's silence.
     """
 
     def __init__(self) -> None:
@@ -242,10 +242,7 @@ def current_timing() -> Timing:
 
 @contextmanager
 def timing_in_force(timing: Timing) -> Iterator[Timing]:
-    """Use `timing` in all threads, for all runs and stores opened in the block.
-
-    For tests.
-    """
+    """Use `timing` in all threads, for all runs and stores opened in the block; for tests."""
     _in_force.append(timing)
     try:
         yield timing

@@ -56,18 +56,18 @@ NEVER = Deadline(None)
 
 
 class Watchdog(Deadline):
-    """Passes when a task is stuck: each progress of the task restarts it by `moved`.
+    """Passes when a task is stuck; the task calls `moved` at each progress to restart it.
 
     Any thread may read it.
     """
 
     def moved(self) -> None:
-        """Count from now."""
+        """Restart the time limit."""
         self._began_s = self._clock.monotonic_s()
 
     @property
     def is_paused(self) -> bool:
-        """Whether no time is counted now."""
+        """Whether the watchdog is paused."""
         return self._began_s == math.inf
 
     @contextmanager
@@ -89,7 +89,7 @@ class BackgroundCall(Generic[T]):
         self._claim = threading.Lock()
         self._over = Latch()
         # The waiter does not touch this before the call is over: Ctrl-C could interrupt the waiter
-        # while it holds the future's lock, and the call's thread would wait for it for ever.
+        # while it holds the future's lock, and the call's thread would wait for it forever.
         self._outcome: Future[T] | None = Future()
         self._work = partial(_run, call, self._claim, self._outcome, self._over)
 
@@ -161,8 +161,7 @@ def call_with_deadline(
     """Make `call` on its own thread, and return its result.
 
     If Ctrl-C or the deadline ends the wait early, this calls `cancel`, and raises once the call is
-    over or `patience_s` have passed. If they have passed, a note on the error says that the thread
-    was left behind.
+    over or `patience_s` have passed. A note on the error reports a thread that was left behind.
 
     Args:
         name: The name of the thread, in logs and notes.
@@ -176,7 +175,7 @@ def call_with_deadline(
             `Timing.interrupt_s`.
 
     Raises:
-        BaseException: The error of `call`, or the one that `late` returns.
+        BaseException: The error of `call`, or the error from `late`.
     """
     background = BackgroundCall(name, call)
     try:
@@ -200,8 +199,8 @@ def call_all_with_deadline(
     """Make all of `calls` at once, each on its own thread.
 
     Returns:
-        For each call its result or its error. If the call is not over at the deadline, its thread
-        is left behind, and the error is the one that `late` returns.
+        Each call's result or error. If a call is not over at the deadline, its thread is left
+        behind, and its error comes from `late`.
     """
     begun = [BackgroundCall(name, call) for call in calls]
     for background in begun:

@@ -136,7 +136,7 @@ def default_workers(cgroup: str = _CGROUP) -> int:
 
 
 def usable_cores(cgroup: str = _CGROUP) -> float:
-    """Return the cores that this process may use; with several ranks here, its share."""
+    """Return the cores that this process may use; with several local ranks, its share."""
     try:
         count = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not Linux

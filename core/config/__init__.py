@@ -1,5 +1,5 @@
-"""Configuration: its model, its files, and the explanation of errors in it.
+"""Configuration: the model, the files, and the explanation of errors.
 
-Here: pydantic models, TOML and YAML files, environment variables. Not here: the objects that a
+Covers pydantic models, TOML and YAML files and environment variables, but not the objects that a
 configuration creates. The facade and the command line import this package.
 """

@@ -1,4 +1,4 @@
-"""Explains in readable lines why a mapping does not fit a pydantic model; never shows values.
+"""Explains in readable lines why a mapping does not fit a pydantic model, without its values.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -28,11 +28,12 @@ def validated(
     Args:
         model: A pydantic model.
         values: The fields by name.
-        what: Name of the whole in messages (`"the options of codec zstd"`).
-        place: The place of the whole in a configuration (`"backend"`).
+        what: Name of the mapping in messages (`"the options of codec zstd"`).
+        place: The place of the mapping in a configuration (`"backend"`).
 
     Raises:
-        ConfigError: Some keys are wrong; lists each, with the nearest valid name of an unknown key.
+        ConfigError: Some keys are wrong. The message lists each, with the nearest valid name of an
+            unknown key.
     """
     try:
         return model.model_validate(values)
@@ -43,16 +44,16 @@ def validated(
 def refusal(
     error: ValidationError, model: type[BaseModel], /, *, what: str, place: str = ""
 ) -> ConfigError:
-    """Return the error to raise for `error`, `from None`: pydantic's own text may show secrets."""
+    """Return the error to raise `from None` for `error`, whose own text may show secrets."""
     problems = explain(error, model, place)
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return ConfigError("\n".join([f"{what}: {count}", *problems]))
 
 
 def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> list[str]:
-    """Return one line per problem of `error`, which `model` raised, without the offending values.
+    """Return one line per problem of `error`, which `model` raised, without the wrong values.
 
-    A value that fits none of several kinds is one problem.
+    A value that matches no member of a union is one problem.
     """
     found: dict[str, list[str]] = {}
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -73,7 +74,7 @@ def explain(error: ValidationError, model: type[BaseModel], above: str = "") -> 
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Merge several messages about one place into one."""
+    """Merge several messages about the same place."""
     if len(texts) > 1 and all(text.startswith(_SHOULD) for text in texts):
         shapes = (text.removeprefix(_SHOULD).partition(", unable to")[0] for text in texts)
         kinds = dict.fromkeys(shapes)
@@ -84,10 +85,10 @@ def _any_of(texts: Sequence[str]) -> str:
 def _located(
     model: type[BaseModel], loc: Sequence[int | str]
 ) -> tuple[list[int | str], list[object]]:
-    """Return the place that pydantic names, and the annotations of the holder of its last part.
+    """Return the place that `loc` names, and the annotations of the place's parent.
 
-    Leaves out parts that name a member of a union, which users do not know: names of types, and
-    tags, which we write `<like this>`.
+    Omits parts that select a member of a union, since users do not know these: type names, and
+    tags written `<like this>`.
     """
     place: list[int | str] = []
     holders: list[object] = []
@@ -105,7 +106,7 @@ def _located(
 
 
 def _below(annotation: object, part: int | str) -> Iterator[object]:
-    """Return the annotations that may apply to `part` of a value that `annotation` allows."""
+    """Yield the possible annotations of `part` of a value with the type `annotation`."""
     for member in _members(annotation):
         if isinstance(member, type) and issubclass(member, BaseModel):
             if part in member.model_fields:
@@ -115,7 +116,7 @@ def _below(annotation: object, part: int | str) -> Iterator[object]:
 
 
 def _members(annotation: object) -> Sequence[object]:
-    """Return the kinds of value that `annotation` allows, except None."""
+    """Return the members of a union, except None; for other annotations, the annotation itself."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in {Union, UnionType}:
@@ -125,7 +126,7 @@ def _members(annotation: object) -> Sequence[object]:
 
 
 def _meant(model: type[BaseModel], place: Sequence[int | str], holders: Sequence[object]) -> str:
-    """Return a hint for an unknown key: the table that it belongs to, or the nearest names."""
+    """Return a hint for an unknown key: the table that has such a key, or the nearest names."""
     name = str(place[-1])
     if len(place) == 1:
         for field, info in model.model_fields.items():

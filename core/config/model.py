@@ -1,7 +1,7 @@
-"""Configuration: mapping, TOML, YAML or JSON -> `CheckpointerConfig`.
+"""Reads a `CheckpointerConfig` from a mapping or a TOML, YAML or JSON file.
 
-Unknown keys are refused with the nearest valid name. Relative paths, in a configuration file
-too, are relative to the current directory. `${NAME}` in a file is filled from the environment.
+An unknown key is an error that names the nearest valid key. Relative paths, even in a file, are
+relative to the current directory. `${NAME}` in a file is replaced from the environment.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ __all__ = [
     "Prefer",
     "Retention",
     "Rule",
+    "Schedule",
     "json_schema",
     "load_config",
     "parse_size",
@@ -169,7 +170,7 @@ class _Model(BaseModel):
 
 
 class CodecConfig(PluginChoice):
-    """A codec by entry-point name, and its options; the name alone means no options."""
+    """A codec's entry-point name and options; a plain string is a name without options."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,14 +186,15 @@ class CodecConfig(PluginChoice):
 
 
 class Rule(_Model, Placed):
-    """Encodes objects that match any of the patterns with these codecs; without codecs, not at all.
+    """Selects objects by path, and the codecs that encode them.
 
     Attributes:
-        match: A pattern of paths or several, as for `include` of a restore. One that matches
-            nothing in the first save is logged once as a warning, with the nearest paths.
-        codecs: A list, encoded in this order and decoded in the other; each is a name, or a table
-            with `type` and options. One name needs no list. An empty list keeps objects raw that a
-            later rule matches. `"auto"`, without a list, lets saves choose by what they measure.
+        match: One or more path patterns, as for `include` of a restore. A pattern that matches no
+            object in the first save logs one warning, with the nearest paths.
+        codecs: A list, in the order of encoding; each item is a name, or a table with `type` and
+            options. A single name needs no list. An empty list keeps the objects raw, even if a
+            later rule matches them. `"auto"`, without a list, lets saves choose codecs from
+            measurements.
     """
 
     match: Patterns
@@ -231,20 +233,19 @@ Duration: TypeAlias = Annotated[
 
 
 class Retention(_Model):
-    """Which checkpoints to keep; a checkpoint that no option names is deleted.
+    """Which checkpoints to keep. Checkpoints that no option keeps are deleted.
 
     Attributes:
         keep_last: Keep the N newest.
         keep_every: Keep the steps that are multiples of N.
-        keep_best: Keep the N best by `best_metric`; of equal ones the newer. Needs `best_metric`
+        keep_best: Keep the N best by `best_metric`; newer checkpoints win ties. Needs `best_metric`
             and `best_mode`.
-        best_metric: The key of the metadata with the number to compare, such as `"val_loss"`; it
-            may be added after the save. Without it, or with no finite number, a checkpoint is never
-            among the best.
+        best_metric: The metadata key of the number to compare, such as `"val_loss"`; it may be
+            added after the save. A checkpoint without a finite number is never among the best.
         best_mode: `"min"` if the lowest number is the best, `"max"` if the highest is.
-        keep_within: Keep those that are not older than the newest by more than this time, by the
-            store's clock: `"90s"`, `"30min"`, `"24h"`, `"7d"`, or seconds. A run that paused for a
-            month loses nothing when it continues.
+        keep_within: Keep checkpoints that are at most this much older than the newest, by the
+            store's clock: `"90s"`, `"30min"`, `"24h"`, `"7d"`, or seconds. A run that pauses for a
+            month loses no checkpoint when it resumes.
     """
 
     keep_last: int | None = Field(default=None, ge=1)
@@ -273,17 +274,44 @@ class Retention(_Model):
         return self
 
 
-class Deltas(_Model):
-    """How far checkpoints that the codec `delta` encodes depend on earlier ones.
+def _every_form(value: object) -> str:
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+class Schedule(_Model):
+    """When `Checkpointer.due` says that a save is due.
 
     Attributes:
-        every: Every N-th save has no base; the saves in between have an earlier one as base. With 1
-            none has.
-        max_chain: Most earlier frames that decoding one takes. Below `every - 1`, later checkpoints
-            refer to an older base.
-        memory_bytes: Host memory for the newest state, which the next one is compared with. By
-            default the size of the state if that is at most a quarter of the memory. A state that
-            does not fit is not kept: each save then reads the base from the store. 0: never kept.
+        every: The steps from one save to the next. `"auto"`: chosen by what the run measures.
+        overhead: The largest share of the training time that saves, and logs if the run logs, may
+            cost the training thread.
+        mtbf_s: The mean time between failures of the job, in seconds. With it the interval is
+            Young's, if the overhead allows it; else the shortest that the overhead allows.
+        max_replay_s: Seconds that the replay of a [log](logs.md) may take, if the overhead allows
+            it. By default as long as the last restore of this process.
+    """
+
+    every: Annotated[
+        Annotated[Literal["auto"], Tag("<auto>")]
+        | Annotated[int, Field(ge=1, strict=True), Tag("<number>")],
+        Discriminator(_every_form),
+    ] = "auto"
+    overhead: float = Field(default=0.01, gt=0, le=1)
+    mtbf_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_replay_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class Deltas(_Model):
+    """How checkpoints that the codec `delta` encodes depend on earlier checkpoints.
+
+    Attributes:
+        every: Every N-th save has no base; the saves in between use an earlier save as base. With 1
+            no save has a base.
+        max_chain: Maximum earlier frames that are needed to decode a frame. Below `every - 1`,
+            later checkpoints use an older base.
+        memory_bytes: Host memory for the newest state, with which the next save is compared. The
+            default is the size of the state, if that is at most a quarter of the memory. If the
+            state does not fit, or with 0, each save reads the base from the store.
     """
 
     every: int = Field(default=6, ge=1)
@@ -292,7 +320,7 @@ class Deltas(_Model):
 
 
 class Prefer(_Model):
-    """The distribution to use for a name that several claim, by kind of plugin."""
+    """The distribution to use for each plugin name that several distributions claim."""
 
     provider: dict[str, str] = Field(default_factory=dict)
     codec: dict[str, str] = Field(default_factory=dict)
@@ -301,7 +329,7 @@ class Prefer(_Model):
 
     @property
     def choices(self) -> dict[PluginKind, dict[str, str]]:
-        """The choices in the form that the registry takes."""
+        """The choices in the form that the registry expects."""
         return {
             "provider": self.provider,
             "codec": self.codec,
@@ -324,54 +352,56 @@ def _path_text(value: object) -> str:
 
 
 class CheckpointerConfig(_Model):
-    """All options of a checkpointer but its callbacks.
+    """All options of a checkpointer except its callbacks.
 
     Attributes:
         backend: Where checkpoints live: a path, a URL, a table with `type`, or an open `Backend`.
-        rules: Which codecs objects go through, by their paths. The first match wins; objects that
-            match none stay raw.
-        retention: Which checkpoints to keep. By default all stay.
-        deltas: How far checkpoints depend on earlier ones. Without a rule whose codecs begin with
-            `delta` it has no effect, and a warning says so.
-        staging_bytes: Memory of this rank for captured state (two chunks if that is more), which no
-            save exceeds; a larger state passes through it in parts, and blocks longer. By default
-            the state's size and two chunks, at most half of the available memory divided among the
-            ranks of the machine.
-        mode: The mode of saves that name none: `"blocking"`, `"async"` or `"lazy"`.
-        on_busy: What a save does while another is under way: `"wait"` (counted as blocked),
+        rules: The codecs for objects, by path. The first matching rule wins; objects without a
+            matching rule stay raw.
+        retention: Which checkpoints to keep. By default all are kept.
+        schedule: When `due` says that a save is due.
+        deltas: How checkpoints depend on earlier checkpoints. Has no effect, and logs a warning,
+            without a rule whose codecs begin with `delta`.
+        staging_bytes: Maximum memory of this rank for captured state, at least two chunks. A larger
+            state passes through it in parts, and the save blocks longer. The default is the state's
+            size plus two chunks, but at most half of the available memory divided among the ranks
+            of the machine.
+        mode: The default mode of saves: `"blocking"`, `"async"` or `"lazy"`.
+        on_busy: What a save does if another save is in progress: `"wait"` (counted as blocked),
             `"skip"` itself, or `"raise"`.
-        allow_pickle: Whether values that no provider can store are pickled, and unpickled. Loading
-            a pickle runs its code: set it only for checkpoints that you trust.
-        defer: Patterns of further tensors that change only after the fence: your promise, for lazy
+        allow_pickle: Whether to pickle values that no provider can store, and to unpickle them.
+            Loading a pickle runs its code: set this only for checkpoints that you trust.
+        defer: Patterns of further tensors that you promise to change only after the fence, for lazy
             saves.
-        fence_timeout_s: Seconds that training waits for a pending capture before that save is
-            given up.
+        fence_timeout_s: Seconds that training waits for a pending capture before it abandons that
+            save.
         io_timeout_s: Seconds that one request may take before the store counts as stuck, and the
             save, restore or call ends with `StorageTimeoutError`.
-        ranks: `"auto"`: the ranks of torch.distributed save one checkpoint together. `"alone"`:
-            each process saves alone, to its own root.
-        rank_timeout_s: Seconds that a rank may make no progress before the others give up the save
+        ranks: With `"auto"`, the ranks of torch.distributed save one checkpoint together. With
+            `"alone"`, each process saves separately, to its own root.
+        rank_timeout_s: Seconds without progress of a rank before the other ranks abandon the save
             with a `RankError`.
-        read_once_per_host: Whether one rank of each host reads what several of them need in a
-            restore, and hands it to the others through shared memory.
-        read_once_per_job: Whether one rank of the job reads what ranks of several hosts need in a
-            restore, and sends it to the others over the network. The option of rank 0 counts.
+        read_once_per_host: Whether one rank of each host reads the bytes that several of its ranks
+            need in a restore, and passes them to the other ranks through shared memory.
+        read_once_per_job: Whether one rank of the job reads the bytes that ranks of several hosts
+            need in a restore, and sends them over the network. Rank 0's option applies.
         rank_network: The network between hosts for `read_once_per_job`, such as `"10.1.0.0/16"` or
-            `"fd00::/64"`. By default the one by which this machine reaches the store of the job.
-        share: Whether a save refers to bytes that are stored already, instead of storing them
-            again. Damage of one object is then damage of all that share its bytes.
-        chunk_bytes: Most raw bytes in one frame; a multiple of 4096, at most 1 GiB.
-        block_bytes: Raw bytes under one checksum; a multiple of 4096, at most 1 GiB. With smaller
-            blocks less is read for a region of a tensor, and the manifest grows. By default about
-            a quarter of the average tensor that this process holds, from 256 KiB to 4 MiB; 4 MiB
-            with `share` or a rule with `delta`, since a save refers to raw bytes of another only
+            `"fd00::/64"`. The default is the network through which this machine reaches the store
+            of the job.
+        share: Whether a save refers to bytes that are already stored, instead of storing them
+            again. Damage to one object then affects all objects that share its bytes.
+        chunk_bytes: Maximum raw bytes in one frame; a multiple of 4096, at most 1 GiB.
+        block_bytes: Raw bytes per checksum; a multiple of 4096, at most 1 GiB. Smaller blocks mean
+            smaller reads for a region of a tensor, but a larger manifest. The default is about a
+            quarter of the average tensor of this process, from 256 KiB to 4 MiB. It is 4 MiB with
+            `share` or a rule with `delta`, since a save can refer to another save's raw bytes only
             if their blocks are equal.
-        workers: Threads that encode and hash. By default one for each core that the process may
-            use (affinity, the CPU limit of a container), divided by `LOCAL_WORLD_SIZE`; at most 4.
-        grace_s: Seconds for which `prune` leaves uncommitted data alone. Above 0, since a save
-            that was silent for half of them is not committed.
-        prefer: The distribution to take a plugin from if several claim its name, by kind of
-            plugin.
+        workers: Threads that encode and hash. The default is the number of cores that the process
+            may use (affinity, the CPU limit of a container), divided by `LOCAL_WORLD_SIZE`, but at
+            most 4.
+        grace_s: Seconds for which `prune` keeps uncommitted data. Must be above 0: a save without
+            progress for half of this time is never committed.
+        prefer: The distribution to use for each plugin name that several distributions claim.
     """
 
     backend: Annotated[
@@ -384,6 +414,7 @@ class CheckpointerConfig(_Model):
         tuple[Rule, ...], BeforeValidator(_list_of_rules), BeforeValidator(_empty_if_none)
     ] = ()
     retention: Retention | None = None
+    schedule: Schedule = Field(default_factory=Schedule)
     deltas: Deltas = Field(default_factory=Deltas)
     staging_bytes: Annotated[SizeBytes, Field(ge=0)] | None = None
     mode: Mode = "async"
@@ -407,16 +438,17 @@ class CheckpointerConfig(_Model):
     prefer: Prefer = Field(default_factory=Prefer)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
-        """Yield all given options; a URL without its credentials."""
+        """Yield all options, with the credentials removed from a URL."""
         for name, value in super().__repr_args__():
             yield name, shown_url(value) if name == "backend" and type(value) is str else value
 
 
 class CheckpointerOptions(TypedDict, total=False):
-    """The options of `Checkpointer(...)`, as plain values; meanings as in `CheckpointerConfig`."""
+    """The options of `Checkpointer(...)` as plain values; see `CheckpointerConfig`."""
 
     rules: Sequence[Rule | Mapping[str, Any]] | None
     retention: Retention | Mapping[str, int | float | str] | None
+    schedule: Schedule | Mapping[str, int | float | str | None]
     deltas: Deltas | Mapping[str, int | str | None]
     staging_bytes: int | str | None
     mode: Mode
@@ -451,7 +483,7 @@ def load_config(
         what: Name of a mapping in error messages.
 
     Raises:
-        ConfigError: The file cannot be read, or something in it is wrong; lists every problem.
+        ConfigError: The file cannot be read, or has errors. The message lists every error.
     """
     if isinstance(source, CheckpointerConfig):
         return source
@@ -488,7 +520,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """Return the content of a `.toml`, `.yaml`, `.yml` or `.json` file.
 
     Raises:
-        ConfigError: The file cannot be read, or is not such a file.
+        ConfigError: The file cannot be read or parsed.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -537,10 +569,10 @@ def _parse_yaml(text: str) -> object:
 
 
 def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
-    """Return `value` with each `${NAME}` in its texts replaced.
+    """Return `value` with each `${NAME}` in its strings replaced.
 
-    `${NAME:-text}` has a default; `$$` means `$`. Refuses text that looks like a variable written
-    in another way: it would become the name of a folder.
+    `${NAME:-text}` has a default; `$$` means `$`. Refuses other forms of variables, since they
+    would become part of a folder's name.
 
     Args:
         value: The content of a configuration file.
@@ -548,7 +580,7 @@ def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
         what: Name of the file, for error messages.
 
     Raises:
-        ConfigError: Variables are not set, or not written as `${NAME}`; lists every problem.
+        ConfigError: Variables are not set or have another form. The message lists every problem.
     """
     problems: list[str] = []
     result = _filled(value, environment, "", problems)
@@ -585,7 +617,7 @@ def _looked_up(match: re.Match[str], environment: Mapping[str, str]) -> str:
     """Return the text that replaces a variable.
 
     Raises:
-        ValueError: The variable is not set, or written in another way.
+        ValueError: The variable is not set, or has another form.
     """
     written, inner = match[0], match[1]
     named = None if inner is None else _NAME.fullmatch(inner)

@@ -1,4 +1,4 @@
-"""The choice of one plugin in a configuration: its name, its options, and its place in the file.
+"""The choice of one plugin in a configuration: name, options and place in the file.
 
 Tested in `tests/core/config/test_model.py`.
 """
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a part of a configuration was written: the file, and the place in it.
+    """The file and the place that a part of a configuration comes from.
 
-    All origins are equal, so that choices that differ only in their origin are equal.
+    All origins compare equal, so that choices that differ only in their origin are equal.
     """
 
     what: str = field(default="", compare=False)
     place: str = field(default="", compare=False)
 
     def below(self, key: str) -> Origin:
-        """Return the origin of a part of this part."""
+        """Return the origin of the key `key` in this part."""
         return Origin(self.what, f"{self.place}.{key}")
 
 
 class Placed(BaseModel):
-    """A part of a configuration that knows where it was written, for error messages."""
+    """A part of a configuration that knows its origin, for error messages."""
 
     _origin: Origin = PrivateAttr(default=Origin())
 
     @property
     def origin(self) -> Origin:
-        """Where the part was written; empty if not in a file."""
+        """Where the part comes from; empty if it does not come from a file."""
         return self._origin
 
     def came_from(self, origin: Origin) -> None:
-        """Record where the part was written, unless it is known already."""
+        """Record where the part comes from, unless that is already known."""
         if not self._origin.what:
             self._origin = origin
 
 
 class PluginChoice(Placed):
-    """A plugin by entry-point name, and its options."""
+    """A plugin's entry-point name and options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
@@ -63,10 +63,10 @@ class PluginChoice(Placed):
 
 
 class BackendConfig(PluginChoice):
-    """A backend by entry-point name, and its options: `{type = "posix", path = "runs/gpt"}`."""
+    """A backend's entry-point name and options: `{type = "posix", path = "runs/gpt"}`."""
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
-        """Yield only the names of the options: values may be credentials, which logs would keep."""
+        """Yield only the names of the options, since logs must not show credentials."""
         yield "type", self.type
         yield "options", sorted(self.options)
 

@@ -1,16 +1,16 @@
 """The blobs of a checkpoint that the target of a copy already has, uid by uid.
 
 A checkpoint needs its own blobs, and blobs that it borrows from other saves. The target may have
-some of either: an earlier copy wrote them, or a checkpoint there needs them too. The copy decides
-which to keep after its intent names all these uids. From then on no deletion takes blobs that a
-record there needs. Blobs that no record needs are trusted only if a lease lists them as durable.
-The copy writes missing blobs under a lease of their uid.
+some of them, from an earlier copy or for another checkpoint there. The copy publishes an intent
+that names all these uids, and then decides which blobs to keep. From then on no deletion takes
+blobs that a record there needs. Blobs that no record needs are trusted only if a lease lists them
+as durable. The copy writes missing blobs under a lease of their uid.
 
-Blobs that no record needs, and that have no lease of a copy, are orphans of a deletion. It was
-killed, has left them because another tier needs them, or is under way. Deletions that begin after
-the intent is published spare them, and the copy waits for the others to end
-(`Timing.deletion_s`). Then orphans with an index are known to be durable, and are kept if the
-checkpoint needs them; the others are copied again.
+Blobs that no record needs, and that have no lease of a copy, are orphans of a deletion. That
+deletion was killed, left them because another tier needs them, or is still running. Deletions that
+begin after the intent is published spare them, and the copy waits for earlier ones to end
+(`Timing.deletion_s`). Then orphans with an index are durable, and the copy keeps those that the
+checkpoint needs. It copies the others again.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ Read: TypeAlias = "Callable[[Sequence[CheckedBlob]], set[str]]"
 def in_flight(
     target: Backend, uids: Iterable[str], timing: Timing, *, held: Collection[str] = ()
 ) -> list[str]:
-    """Return the uids whose save or copy may still be committed as it is.
+    """Return the uids whose save or copy may still commit without checking its data again.
 
     Leaves out copies that ended before they published the index: a copy that resumes one of them
-    takes its lease first, and then checks again all that it needs.
+    takes its lease first, and then checks all its data again.
 
-    If no uid is returned the caller may change data, so it must hold the leases of that data.
+    The caller may change data if no uid is returned, so it must hold the leases of that data.
 
     Args:
         target: The place of the copies.
         uids: Uids with an intent.
         timing: As for `Lease`.
-        held: Uids whose lease the caller has taken over, so that their copies have ended.
+        held: Uids whose lease the caller has taken over from an ended copy.
     """
     return [uid for uid in uids if not _has_ended(target, uid, timing, is_held=uid in held)]
 
@@ -76,14 +76,14 @@ _LATER = "Copy again later; `penstock prune` there deletes orphans, `penstock ve
 class BlobSites:
     """The blobs that a checkpoint needs at one place, and the leases under which they are copied.
 
-    The lease of the checkpoint's own uid is the copy's right to write at all: its `take` is called
-    before anything else. `settle` acquires the other leases as needed.
+    The copy must not write without the lease of the checkpoint's own uid, so it takes that lease
+    first. `settle` acquires the other leases as needed.
     """
 
     def __init__(
         self, target: Backend, record: CommitRecord, timing: Timing, *, grace_s: float
     ) -> None:
-        """Prepare; do no I/O yet.
+        """Prepare, without I/O.
 
         Args:
             target: The place to copy to.
@@ -110,21 +110,21 @@ class BlobSites:
         trust_sealed: bool,
         repair: bool,
     ) -> set[str]:
-        """Return the names of the blobs to keep, and delete those to be copied again.
+        """Delete the blobs to copy again, and return the names of the blobs to keep.
 
-        Call it after publishing the intent of the copy, with all uids that the checkpoint needs.
+        Call it after publishing the copy's intent, which names all uids that the checkpoint needs.
 
         Args:
             blobs: All blobs of the checkpoint.
-            read: Reads blobs at the place, and returns the names of the damaged ones.
+            read: Reads blobs at the place, and returns the names of damaged ones.
             check_source: Called before orphans, possibly the only copy, are deleted; raises unless
                 the source is good.
-            await_deletions: Waits for the end of all deletions that began before the intent.
+            await_deletions: Waits until all deletions that began before the intent have ended.
             trust_sealed: Whether to keep blobs with the right length without reading them.
-            repair: Whether to replace damaged blobs although others need them.
+            repair: Whether to replace damaged blobs even if others need them.
 
         Raises:
-            BusyError: The place has blobs of a save under way, blobs that another copy is writing,
+            BusyError: The place has blobs of a save in flight, blobs that another copy is writing,
                 or damaged blobs that others need.
         """
         wanted: dict[str, list[CheckedBlob]] = {
@@ -169,7 +169,7 @@ class BlobSites:
         )
 
     def _good(self, site: _Site, read: Read, *, trust_sealed: bool, repair: bool) -> set[str]:
-        """Return the names of wanted blobs that the place has because a record there needs them."""
+        """Return the names of wanted blobs that are trusted and not found damaged."""
         present = site.right_length(site.trusted)
         good = {blob.name for blob in present}
         # Borrowed blobs that others need are not read again: each save of a long chain would read
@@ -179,7 +179,7 @@ class BlobSites:
         return good
 
     def _under_lease(self, site: _Site) -> _Site:
-        """Take the lease of a uid; return what the place has of that uid afterwards."""
+        """Take the lease of a uid; return its site as listed afterwards."""
         if not site.is_own:
             self._refuse_foreign(site)
             lease = Lease(self._target, site.uid, self._timing)
@@ -194,7 +194,7 @@ class BlobSites:
         return site
 
     def _refuse_foreign(self, site: _Site) -> None:
-        """Refuse blobs without a record or a copy, unless nothing needs them."""
+        """Raise if a save or copy in flight may need the blobs of this uid."""
         held = {uid for uid, lease in self._leases.items() if lease.found}
         if site.is_foreign or in_flight(self._target, site.awaited_by, self._timing, held=held):
             self._untouched.add(site.uid)
@@ -202,7 +202,7 @@ class BlobSites:
             raise self._busy(there, "which a save under way may need")
 
     def _sealed(self, site: _Site, good: set[str], read: Read, *, trust_sealed: bool) -> set[str]:
-        """Return the names of wanted blobs that an earlier copy sealed."""
+        """Return the names of wanted blobs that an earlier copy sealed and that are still good."""
         if not site.is_used and self._is_old(site):
             return set()
         sealed = site.right_length(self._leases[site.uid].sealed - good)
@@ -271,9 +271,9 @@ class BlobSites:
     def remove(self) -> None:
         """Delete all leases, the checkpoint's own last; release those that must stay.
 
-        A found lease stays. It belongs to a copy of that uid, or of a checkpoint that borrows from
-        it, and that copy may have left more than blobs, which no copy touches without a lease. A
-        lease over orphans stays too: without it all of them would count as durable.
+        An earlier copy's lease of a borrowed uid stays. That copy may have left other files, which
+        no copy touches without a lease. A lease over orphans stays too: without it all orphans
+        would count as durable.
         """
         for uid, lease in reversed(self._leases.items()):
             if uid != self._record.uid and (lease.found or uid in self._unsure):
@@ -282,9 +282,10 @@ class BlobSites:
                 lease.remove()
 
     def release(self) -> None:
-        """Free all leases for a copy that continues from here; raises nothing.
+        """Free all leases, so that a later copy can continue; raise nothing.
 
-        Deletes those of orphans that this copy has not touched: a lease would mark them as its own.
+        Deletes the leases of orphans that this copy has not touched: a lease would mark the orphans
+        as data of a copy.
         """
         for uid, lease in reversed(self._leases.items()):
             if uid in self._untouched and not lease.found:
@@ -294,7 +295,7 @@ class BlobSites:
 
 
 class _Site:
-    """What the place has of one uid.
+    """The files of one uid at the place.
 
     Attributes:
         uid: The uid.
@@ -305,8 +306,8 @@ class _Site:
         is_used: Whether a record of the place needs data of the uid.
         has_intent: Whether its intent is there.
         has_index: Whether its index is there.
-        is_orphaned: Whether there are blobs without a record that needs them or a copy's lease.
-        is_foreign: Whether a save under way may own these blobs. False for the checkpoint's own
+        is_orphaned: Whether there are blobs, but no record that needs them and no copy's lease.
+        is_foreign: Whether a save in flight may own these blobs. False for the checkpoint's own
             uid, which the copy checks before it publishes its intent.
         awaited_by: The uids of other saves and copies without a record whose intents name this
             uid; empty for the checkpoint's own uid.
@@ -333,12 +334,12 @@ class _Site:
             there: The uid's files that the place lists.
             survey: The records of the place.
             own_uid: The uid of the checkpoint.
-            of_copy: Whether a copy had left a lease before this copy took it; None before that.
+            of_copy: Whether this copy took over a lease; None if it has not taken the lease yet.
             place: The place.
 
         Raises:
-            DamagedError: The table of blobs that a checkpoint there borrows is damaged: any blob
-                may be needed, and any may be torn.
+            DamagedError: A table of borrowed blobs there is damaged, so any blob may be needed, and
+                any may be torn.
         """
         self.uid = uid
         self.wanted = wanted
@@ -370,7 +371,7 @@ class _Site:
             self.trusted = frozenset(self.sizes)
 
     def right_length(self, names: Collection[str]) -> list[CheckedBlob]:
-        """Return the wanted blobs among `names` that the place has with their lengths."""
+        """Return the wanted blobs among `names` that have the right length at the place."""
         return [b for b in self.wanted if b.name in names and self.sizes.get(b.name) == b.length]
 
 

@@ -1,8 +1,8 @@
 """Copies one committed checkpoint from one store to another, byte for byte.
 
-The copy writes in the order of a save: the intent, the blobs, part and index, and last the commit
-record. So wherever the copy ends, half a checkpoint is never listed, read or pruned at the target,
-and sealed blobs need not be copied again.
+The copy writes in the order of a save: the intent, the blobs, the parts and index, and last the
+commit record. So wherever the copy ends, half a checkpoint is never listed, read or pruned at the
+target, and sealed blobs need not be copied again.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class CopyReport:
         generation: The generation at the target.
         seconds: The duration of the copy.
         bytes_copied: The bytes of the blobs that were copied.
-        bytes_kept: The bytes of the blobs that were there before.
+        bytes_kept: The bytes of the blobs that were already there.
         blobs: The number of blobs.
-        already_there: Whether the checkpoint was committed there before; then only the sizes of
+        already_there: Whether the checkpoint was already committed there; then only the sizes of
             its files were compared.
     """
 
@@ -82,11 +82,11 @@ class CopyReport:
 
 
 class CheckpointCopy:
-    """The copy of one checkpoint. `run` once; `cancel` from any thread.
+    """Copies one checkpoint. Call `run` once, and `cancel` from any thread.
 
     Compares every checksum as the bytes pass, and changes nothing at the source. After a failure,
-    a crash or `cancel` the target has no commit record of the checkpoint; another copy continues
-    from there, or `prune` at the target deletes the orphans.
+    a crash or `cancel` the target has no commit record of the checkpoint. Then another copy
+    continues from there, or `prune` at the target deletes the orphans.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name
@@ -104,25 +104,24 @@ class CheckpointCopy:
         repair: bool = False,
         check_cover: bool = False,
     ) -> None:
-        """Prepare a copy; calls neither store.
+        """Prepare a copy, without I/O.
 
         Args:
             source: The place to copy from.
             target: The place to copy to; with tiers, the last of them.
-            record: The commit record, as `Catalog(source).record(step)` returns it; with a higher
+            record: The commit record, as `Catalog(source).record(step)` returns it. With a higher
                 generation the checkpoint replaces the target's at that step.
             workers: The threads that compare checksums, seal and wait.
-            buffer_bytes: The memory for blobs in flight; one record at a time is held beside it.
+            buffer_bytes: The memory for blobs in flight; the copy also holds one record at a time.
             grace_s: The grace time of the target's `prune`, in seconds.
             bytes_per_s: The most bytes to copy per second; None sets no limit.
-            trust_sealed: Whether to keep the blobs that an earlier copy sealed without reading
-                them again.
+            trust_sealed: Whether to keep, without reading them, blobs that an earlier copy sealed.
             replace: Whether to replace another checkpoint of a lower generation at that step; or
                 the uids of the checkpoints to replace.
-            repair: Whether the target's copy is known to be damaged, and its record was deleted for
-                this copy: then the rest of its data is replaced even without a lease.
-            check_cover: Whether to refuse a checkpoint whose parts lack elements of an object. That
-                takes the memory of all its records. A drain does not refuse it: an incomplete
+            repair: Whether the target's copy is damaged, and its record was deleted for this copy.
+                Then the remaining data is replaced even without a lease.
+            check_cover: Whether to refuse a checkpoint whose parts lack elements of an object. The
+                check needs memory for all its records. A drain does not check: an incomplete
                 checkpoint is better in two places than in one.
         """
         self._source = source
@@ -182,18 +181,17 @@ class CheckpointCopy:
         """Copy the checkpoint; on return it is committed and durable at the target.
 
         Args:
-            on_progress: Called with the bytes of blobs that were copied, or kept and verified, on
-                the copy's own thread; `record.bytes_needed` in total. An error that it raises ends
+            on_progress: Called on the copy's own thread with the bytes of blobs that were copied,
+                or kept and verified; `record.bytes_needed` in total. An error that it raises ends
                 the copy.
 
         Raises:
-            DamagedError: The source is not what was written; names the objects.
+            DamagedError: The source is damaged; names the objects.
             CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
-            StepExistsError: The target has another checkpoint at that step, or uses the uid of
-                this one for another.
-            BusyError: Another process copies this checkpoint there, or one that needs the same
-                blobs, or has taken over; or the target has data of these uids that no copy wrote.
-            SaveAbortedError: The copy was cancelled, or slept so long that its data may be pruned.
+            StepExistsError: The target has another checkpoint at that step, or one with this uid.
+            BusyError: Another process has taken over, or copies this checkpoint or one that needs
+                the same blobs. Or the target has data of these uids that no copy wrote.
+            SaveAbortedError: The copy was cancelled, or stalled so long that prune may delete it.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
             StorageError: A store failed.
@@ -254,7 +252,7 @@ class CheckpointCopy:
         )
 
     def _copy(self, blobs: Sequence[CheckedBlob]) -> Collection[str]:
-        """Copy from the intent to the commit record; return the blobs that were kept."""
+        """Copy everything, from intent to commit record; return the names of kept blobs."""
         if self._files.begin():
             self._await_deletions()
         kept = self._sites.settle(
@@ -345,7 +343,7 @@ class CheckpointCopy:
         return self._spoiled & {blob.name for blob in blobs}
 
     def _unread_bytes(self, blobs: Sequence[CheckedBlob], kept: Collection[str]) -> int:
-        """Return the bytes of blobs kept unread because a checkpoint there needs them."""
+        """Return the size of blobs kept unread because a checkpoint there needs them."""
         lent = [blob for blob in blobs if blob.name in kept and blob.name not in self._read]
         return sum(blob.length for blob in lent if blob_uid(blob.name) != self._record.uid)
 
@@ -390,7 +388,7 @@ class CheckpointCopy:
     # -- publishing -------------------------------------------------------------------------------
 
     def _check_whole(self, blobs: Sequence[CheckedBlob]) -> None:
-        """List the target's files again: a file may have been deleted during the copy.
+        """List the target's files again, since one may have been deleted during the copy.
 
         Raises:
             SaveAbortedError: A file is missing.
@@ -408,7 +406,7 @@ class CheckpointCopy:
             raise SaveAbortedError(msg)
 
     def _begin_to_publish(self) -> None:
-        """Check for `cancel` a last time: from here on the record may exist."""
+        """Check for `cancel` one last time: from here on the record may exist."""
         self._mover.check()
         self._sites.check_age()
         self._commit.feed(Event.PUBLISH_STARTED)

@@ -1,14 +1,14 @@
 """Compacts checkpoints: rewrites those of a chain so that they borrow nothing.
 
-A compaction is a save that reads its state from the checkpoint, as the next generation of its step.
-So a crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs
-of the older generation stay while others borrow them.
+A compaction saves the next generation of a step, and reads the state from its checkpoint. So a
+crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs of the
+older generation stay while others borrow them.
 
 A checkpoint that is deleted or saved again during its compaction must not come back. So the
-compaction reads its record right before the commit, and the step's records again right after it. A
-step that was deleted and saved again has a new record; then the compacted generation is deleted. An
-overwrite has a higher generation (see `generation_above`), so it wins whenever it commits, in any
-tier.
+compaction reads the checkpoint's record right before the commit, and all records of the step right
+after it. If the step was deleted and saved again, it has a new record, and the compacted generation
+is deleted. An overwrite has a higher generation (see `generation_above`), so it wins whenever it
+commits, in any tier.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CompactedStep:
 
     Attributes:
         step: The step.
-        uid: The uid of the new generation; in a dry run, of the checkpoint as it is.
+        uid: The uid of the new generation; in a dry run, of the current one.
         generation: Its generation.
         bytes_before: The size of the checkpoint's own blobs before.
         bytes_after: The size of its blobs now; in a dry run, an estimate.
@@ -90,7 +90,7 @@ class CompactReport:
 
 
 class Compactor:
-    """Compacts checkpoints of one run, one after the other."""
+    """Compacts checkpoints of one run, one at a time."""
 
     def __init__(
         self,
@@ -129,15 +129,14 @@ class Compactor:
     def choose(
         self, steps: Iterable[int] | None = None, *, everything: bool = False
     ) -> list[CommitRecord]:
-        """Return the checkpoints to compact, ascending; never one that borrows nothing.
+        """Return the checkpoints to compact, ascending; each of them borrows blobs.
 
         Leaves the newest checkpoint out while steps are logged after it: they would be deleted.
 
         Args:
-            steps: The steps; None chooses those that keep blobs of deleted checkpoints alive.
-                Compacting them frees these blobs. Checkpoints that borrow from the chosen ones are
-                chosen too, or they would keep the older generations alive.
-            everything: Choose all checkpoints that borrow, if no steps are given.
+            steps: The steps. None chooses the steps that keep blobs of deleted checkpoints alive,
+                and the steps that borrow from these: they would keep the older generations alive.
+            everything: Without `steps`, choose all checkpoints that borrow.
 
         Raises:
             CheckpointNotFoundError: One of the steps does not exist.
@@ -171,7 +170,7 @@ class Compactor:
         return True
 
     def plan(self, chosen: Collection[CommitRecord]) -> CompactReport:
-        """Return what compacting these checkpoints would free, or take; changes nothing.
+        """Report the bytes that compacting these checkpoints would free or take; change nothing.
 
         Raises:
             DamagedError: A manifest cannot be read.
@@ -198,8 +197,8 @@ class Compactor:
         """Replace a checkpoint with one that borrows nothing: same objects, metadata and codecs.
 
         Raises:
-            CheckpointGoneError: It was deleted or saved again meanwhile, and stays so.
-            DamagedError: Stored bytes are not what was written; nothing was changed.
+            CheckpointGoneError: The step was deleted or saved again; the compaction is undone.
+            DamagedError: Stored bytes differ from the written bytes; nothing was changed.
             LostRaceError: Another process has compacted the step; nothing was changed.
             PenstockError: As for `Checkpointer.save`; the checkpoint is unchanged, or compacted.
         """
@@ -263,8 +262,8 @@ class Compactor:
 
         Args:
             records: The commit records.
-            own: By uid, the known bytes of all blobs of saves that no record names: all of them
-                stay if any is borrowed.
+            own: By uid, the total size of the blobs of saves that no record names, if known. All
+                of these blobs stay if any is borrowed.
         """
         named = {record.uid: record.bytes_stored for record in records}
         uids = {uid for record in records for uid in record.references} - named.keys()
@@ -272,7 +271,7 @@ class Compactor:
         return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
 
     def _size_alone(self, record: CommitRecord) -> int:
-        """Return the checkpoint's size if each chunk is as long as the lowest of its chain."""
+        """Estimate the size without borrowing: each chunk is as long as the lowest of its chain."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
         described = (one for o in contents.objects() for one in contents.descriptions(o))
@@ -299,7 +298,7 @@ class _Compaction(SaveSurroundings):
     def when_full(
         self, request: SaveRequest, uid: str, error: StorageFullError
     ) -> StorageFullError:
-        """Delete the same, and return the error with advice on how to make room."""
+        """Delete the same leftovers; return the error with advice on how to make room."""
         del request
         return self._housekeeper.when_full(error, uid, protect=())
 

@@ -43,18 +43,18 @@ log = logging.getLogger("penstock")
 def confirmed(
     target: Backend, record: CommitRecord, *, first: Callable[[], None] = lambda: None
 ) -> bool:
-    """Return whether a checkpoint is whole and durable at the target; make its record durable.
+    """Make a checkpoint's record durable at the target; return whether the checkpoint is whole.
 
-    A power cut may remove a record whose publish had no answer: its folder may not have been
+    A power cut may remove a record whose publish got no reply: its folder may not have been
     synced, or its data may have been in a root that was replaced. So it is published again, but
-    only if a lease is left beside its data: otherwise a late request to publish a record could
-    replace a later save of that step. A record without its data is deleted.
+    only if a lease is left beside its data. Without a lease, a late publish request could replace a
+    later save of that step. A record without its data is deleted.
 
     Args:
-        target: The place to look at.
+        target: The place to check.
         record: The commit record of the checkpoint.
-        first: Called before a record without data is deleted; raises to keep the record, as the
-            rest of its data may be the only copy.
+        first: Called before a record without data is deleted. It raises to keep the record, since
+            the rest of its data may be the only copy.
 
     Raises:
         StepExistsError: The target's record has the uid of `record`, but names other data.
@@ -150,7 +150,7 @@ def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
 def retract(target: Backend, record: CommitRecord) -> None:
     """Delete the target's record of a checkpoint that was deleted while it was copied.
 
-    A deletion deletes the intent before the data, and looks for late copies only for a while. So a
+    A deletion deletes the intent before the data, and checks for late copies only for a while. So a
     record without an intent was published after a deletion.
 
     Raises:
@@ -190,7 +190,7 @@ def verify_blobs(
         bytes_per_s: The most bytes to read per second; None sets no limit.
 
     Raises:
-        DamagedError: The checkpoint is not what was written; names the first damaged objects.
+        DamagedError: The checkpoint is damaged; names the first damaged objects.
         CheckpointGoneError: The checkpoint was deleted meanwhile.
         StorageError: The store failed.
     """

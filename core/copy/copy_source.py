@@ -1,8 +1,8 @@
 """The source of a copy: the records of a checkpoint, and the checksums of its blobs.
 
 Keeps only the checksums, 24 bytes for each block: drains run beside training, and the records of
-a million objects take a gigabyte. If a blob is damaged, the records of its objects are read again,
-to name them.
+a million objects take a gigabyte. If a blob is damaged, the records are read again to name its
+objects.
 
 Tested in `tests/core/copy/test_checkpoint_copy.py`.
 """
@@ -61,7 +61,7 @@ class CopySource:
         """Read and verify parts and index, compare the sizes of the blobs, and return the blobs.
 
         Raises:
-            DamagedError: A record or a size is not what was written; names it.
+            DamagedError: A record or a size differs from what was written; names the file.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         manifest = self._manifest
@@ -81,16 +81,16 @@ class CopySource:
         return [draft.checked() for draft in drafts.values()]
 
     def check_cover(self) -> None:
-        """Check that the parts together have all elements of each object; reads them again.
+        """Read the parts again, and check that together they have all elements of each object.
 
         Raises:
-            DamagedError: They do not, or a part is damaged; names the objects.
+            DamagedError: An element is missing, or a part is damaged; names the objects.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         check_cover(self._manifest)
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """Yield name and bytes of each part, then of the index; hold one at a time.
+        """Yield the name and bytes of each part, then of the index, one at a time.
 
         Raises:
             DamagedError: A record differs from the one that `read` verified.
@@ -107,7 +107,7 @@ class CopySource:
         yield index.name, self._whole(index, self._manifest.index(self._backend).bound())
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
-        """Read a record, and compare its pieces; `bound` has their offset, length and sha256."""
+        """Read a record, and verify its pieces; `bound` has their offset, length and sha256."""
         name = entry.name
         try:
             data = self._backend.read_record(name, limit_bytes=entry.length)
@@ -132,7 +132,7 @@ class CopySource:
         return DamagedError(msg, objects or [blob])
 
     def missing(self, error: PenstockError) -> PenstockError:
-        """Return the error for a missing file: the checkpoint is gone by now, or is damaged."""
+        """Return the error for a missing file: the checkpoint was deleted, or is damaged."""
         return Catalog(self._backend).gone_or_damaged(self.record.step, self.record.uid, error)
 
     # ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class _BlobRanges:
         self._starts, self._lengths, self._sums = array("q"), array("q"), array("Q")
 
     def agree(self, blob: BlobRecord) -> None:
-        """Raise if another part records another length for this blob."""
+        """Raise if another part records a different length for this blob."""
         if blob.length != self.blob.length:
             msg = f"two parts give {blob.name} {self.blob.length} and {blob.length} bytes"
             raise FormatError(msg, [blob.name])

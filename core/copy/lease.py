@@ -1,9 +1,9 @@
 """The lease of a copy: the right to write the data of one uid at one place.
 
-Each save has its own uid, so no two saves write under one name. Two copies of one checkpoint do,
-and would delete each other's unfinished blobs. So a copy holds a lease, a record beside the data,
-and loses the lease only if its process has ended or has not refreshed it for long. The record also
-lists the durable blobs: after a crash an existing blob may still be torn.
+Each save has its own uid, so no two saves write the same names. Two copies of one checkpoint do,
+and would delete each other's unfinished blobs. So a copy holds a lease, a record beside the data.
+It loses the lease only if its process has ended or has not refreshed the lease for a long time. The
+record also lists the durable blobs, because an existing blob may be torn after a crash.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Record:
     """The stored form of a lease.
 
     Attributes:
-        token: The token of the copy that holds the lease; empty if it is free.
+        token: The token of the copy that holds the lease; empty if the lease is free.
         host: The host of that copy, for messages.
         pid: The process of that copy, for messages.
         process: The identity of that process, unique even among later processes with its pid.
@@ -63,7 +63,7 @@ class _Record:
 
 
 class Lease:
-    """The right to write the data of one uid at one place. For one thread."""
+    """The right to write the data of one uid at one place. Not thread-safe."""
 
     def __init__(self, backend: Backend, uid: str, timing: Timing) -> None:
         self._timing = timing
@@ -130,11 +130,11 @@ class Lease:
         self._note({*self._record.sealed, name})
 
     def keep(self, names: Iterable[str]) -> None:
-        """Record that only these blobs are durable; call before deleting the others."""
+        """Record that only these blobs are durable. Call it before deleting the others."""
         self._note(set(names))
 
     def refresh(self) -> None:
-        """Publish the lease again once `lease_refresh_s` have passed.
+        """Publish the lease again if the last refresh is more than `lease_refresh_s` ago.
 
         Raises:
             BusyError: Another copy has taken over the lease.
@@ -177,7 +177,7 @@ class Lease:
             raise BusyError(msg)
 
     def release(self) -> None:
-        """Free the lease for a copy that continues from here; raises nothing."""
+        """Free the lease, so that a later copy can continue; raise nothing."""
         _held.discard(self._record.token)
         try:
             self.check()
@@ -187,7 +187,7 @@ class Lease:
             log.warning("%s is not released: %s", self._name, str(error))
 
     def remove(self) -> None:
-        """Delete the lease: no later copy needs it. Log a failure: the lease ends anyway."""
+        """Delete the lease, which no later copy needs; log a failure, since the lease expires."""
         _held.discard(self._record.token)
         try:
             self.check()  # the record may be another copy's lease

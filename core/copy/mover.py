@@ -47,9 +47,9 @@ class CheckedBlob:
 
     Attributes:
         name: The name of the blob.
-        length: Its bytes.
+        length: Its length in bytes.
         starts: The offset of each range in the blob.
-        lengths: The bytes of each range.
+        lengths: The length of each range in bytes.
         sums: The xxh3-64 of each range.
     """
 
@@ -62,7 +62,7 @@ class CheckedBlob:
 
 @dataclass(frozen=True, slots=True)
 class BlobTransfer:
-    """One blob to move; without a target, only to verify."""
+    """One blob to move, or only to verify if `target` is None."""
 
     blob: CheckedBlob
     source: Backend
@@ -70,7 +70,7 @@ class BlobTransfer:
 
 
 class Cursor:
-    """Walks through a blob's bytes in order, and pairs them with their checksums. Sans-IO."""
+    """Pairs the bytes of a blob, in order, with their checksums. Sans-IO."""
 
     def __init__(self, blob: CheckedBlob) -> None:
         self._blob = blob
@@ -112,7 +112,7 @@ class Cursor:
 
 
 class Throttle:
-    """Spreads bytes evenly over time; idle time earns no burst."""
+    """Spreads bytes evenly over time, without bursts after idle time."""
 
     def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
@@ -182,7 +182,7 @@ class Callbacks:
 
 
 class BlobMover:
-    """Moves blobs through buffers of a fixed size. `run` may be called again after it returns."""
+    """Moves blobs through fixed-size buffers. `run` may be called again after it returns."""
 
     def __init__(
         self,
@@ -196,9 +196,9 @@ class BlobMover:
         """Create a mover; `run` allocates its buffers.
 
         Args:
-            workers: The threads that compare checksums, and seal.
-            buffer_bytes: The bytes of all buffers.
-            unit_bytes: Buffers and cuts are multiples of this, as both stores require.
+            workers: The threads that compare checksums and seal.
+            buffer_bytes: The total size of all buffers.
+            unit_bytes: Buffer sizes and offsets are multiples of this, as both stores require.
             bytes_per_s: The most bytes to move per second; None sets no limit.
             calls: The callbacks.
         """
@@ -292,7 +292,7 @@ class BlobMover:
             self._seal(state)
 
     def _wait(self, seconds: float) -> None:
-        """Wait, and handle pieces in flight meanwhile."""
+        """Wait for `seconds`, and handle pieces in flight meanwhile."""
         deadline = Deadline(seconds)
         while not deadline.is_over():
             if self._reading or self._moving:

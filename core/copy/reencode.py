@@ -1,8 +1,8 @@
-"""Copies objects of a checkpoint into a new checkpoint: encoded again, or only some of them.
+"""Copies all or some objects of a checkpoint into a new checkpoint, and encodes them again.
 
 Such a copy is a save that reads its state from another checkpoint. It describes objects, nodes,
 ties and roles as stored, and reads their bytes when the save captures them, a chunk at a time. So
-a copy takes the staging budget, not memory for the whole state, and never imports torch.
+a copy needs staging memory, not memory for the whole state, and never imports torch.
 
 Tested in `tests/integration/lifecycle/test_copy.py`.
 """
@@ -60,7 +60,7 @@ class Reencoding:
     Attributes:
         config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
         selection: The objects to copy.
-        keep_codecs: Whether to encode every object with its own codecs instead of by the rules.
+        keep_codecs: Whether to encode every object with its own codecs, not those of the rules.
         overwrite: Whether to replace the target's checkpoint at that step.
         alone: Whether the copy borrows nothing, even if codecs of the rules need a base. With
             `keep_codecs` it never borrows.
@@ -86,10 +86,10 @@ def copy_objects(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` at `target`, under the same step.
 
-    Metadata, roles, kinds of containers and ties stay; an object that is tied to one outside the
-    selection is stored itself. A restore of the copy gives the same values as a restore of the
-    original with that selection. If a codec of the rules needs a base, the base is the target's
-    newest checkpoint of an earlier step, as configured by `deltas`; it is read from the target.
+    The copy keeps metadata, roles, kinds of containers and ties. An object that is tied to one
+    outside the selection is stored itself. A restore of the copy gives the same values as a restore
+    of the original with that selection. If a codec of the rules needs a base, it is the target's
+    newest checkpoint of an earlier step, as configured by `deltas`.
 
     Args:
         checkpoint: The checkpoint to copy; its loader reads it.
@@ -100,9 +100,9 @@ def copy_objects(
         on_progress: As for `Checkpointer.save`.
 
     Raises:
-        StepExistsError: The target has a checkpoint at that step, and must not be overwritten.
+        StepExistsError: The target has a checkpoint at that step, and `how.overwrite` is off.
         SelectionError: A pattern matches nothing, or nothing is selected.
-        DamagedError: Stored bytes are not what was written; nothing was committed.
+        DamagedError: Stored bytes differ from the written bytes; nothing was committed.
         PenstockError: As for `Checkpointer.save`.
     """
     return save_stored(
@@ -128,10 +128,10 @@ def save_stored(
     workers: Workers,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SaveReport:
-    """Save the selected objects of `checkpoint` as that generation of its step; see `copy_objects`.
+    """Save the selected objects of `checkpoint` as a generation of its step; see `copy_objects`.
 
-    The copy borrows nothing unless `how` has rules with a codec that needs a base. Of equal chunks
-    only the first is stored, if the checkpoint was saved with `share`.
+    The copy borrows nothing unless `how` has rules with a codec that needs a base. If the
+    checkpoint was saved with `share`, equal chunks are stored once.
 
     Args:
         checkpoint: The checkpoint to read.
@@ -145,7 +145,7 @@ def save_stored(
 
     Raises:
         LostRaceError: The step has that generation already.
-        PenstockError: As for `copy_objects`, and what `surroundings` raise.
+        PenstockError: As for `copy_objects`; also any error of `surroundings`.
     """
     contents = checkpoint.contents
     reader = StoredReader(checkpoint.opened)
@@ -304,7 +304,6 @@ def _errors(contents: Contents) -> dict[ObjectPath, WorstErrors]:
 
 
 def _is_shared(contents: Contents) -> bool:
-    """Return whether a checkpoint was saved with `share`."""
     sections = {id(record.frames): record.frames for record in contents.objects()}
     return any(f.content is not None for frames in sections.values() for f in frames)
 
@@ -312,7 +311,7 @@ def _is_shared(contents: Contents) -> bool:
 class _KeptCodecs(ChainTable):
     """Chooses for every object its stored codecs, not those of the rules.
 
-    Leaves out lossy codecs: encoding a tensor with them a second time would change it again.
+    Leaves out lossy codecs, since a second encoding would change a tensor again.
     """
 
     def __init__(self, contents: Contents, registry: Registry) -> None:
@@ -336,7 +335,6 @@ class _KeptCodecs(ChainTable):
             self._numbers_by_path[path] = number
 
     def number(self, entry: StateObject, *, exact: bool) -> int:
-        """Return the number of the chain for an object."""
         del exact
         return self._numbers_by_path[entry.path]
 

@@ -1,4 +1,4 @@
-"""The files of a copy at its target: which may exist already, and how they are published.
+"""Publishes the files of a copy at its target, and checks which existing files it may replace.
 
 A uid is not secret: a user who can write the source could give a checkpoint the uid of another
 checkpoint of the target, or of a save in flight there, and make a copy destroy that data.
@@ -52,7 +52,7 @@ class TargetFiles:
         timing: Timing,
         repair: bool,
     ) -> None:
-        """Prepare; do no I/O yet.
+        """Prepare, without I/O.
 
         Args:
             places: The places of the run to copy to; the last one is the target.
@@ -75,7 +75,7 @@ class TargetFiles:
         """Whether the target may have data of this copy or an earlier one."""
 
     def check(self) -> None:
-        """Raise unless all data of the uid was left by an earlier copy or a deletion.
+        """Raise unless an earlier copy or a deletion left all data of the uid.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
@@ -101,14 +101,14 @@ class TargetFiles:
         return bool(self._left)
 
     def publish(self, name: str, data: bytes) -> None:
-        """Publish a part or the index; replace only one left by an earlier copy or a deletion."""
+        """Publish a part or the index; replace only a file that a copy or a deletion left."""
         try:
             self._target.publish(name, data, exclusive=self._is_new(name))
         except BlobExistsError as error:
             raise self._not_of_a_copy(name) from error
 
     def take_back_intent(self) -> None:
-        """Delete the intent, before anything else was written, unless an earlier copy left data."""
+        """Delete the intent unless an earlier copy left data. Call it before writing other data."""
         if self._builds_on:
             return
         # Else the next copy would attribute the data there to an earlier copy.
@@ -128,16 +128,16 @@ class TargetFiles:
         return self._repair or self._lease.found
 
     def _check(self, *, has_lease: bool) -> set[str]:
-        """Raise unless all data of this uid at the target was left by an earlier copy.
+        """Raise unless an earlier copy or a deletion left all data of this uid.
 
-        Data left by a deletion of this checkpoint is replaced, except blobs that others borrow (see
-        `BlobSites`).
+        The copy replaces data that a deletion of this checkpoint left, except blobs that others
+        borrow (see `BlobSites`).
 
         Args:
             has_lease: Whether an earlier copy left a lease.
 
         Returns:
-            The names that a deletion left; none if there is a lease.
+            The names that a deletion left at the target; none if there is a lease.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
@@ -157,11 +157,11 @@ class TargetFiles:
     def _left_of(self, names: set[str]) -> set[str]:
         """Return the names that a deletion has left, or may be deleting, at the target.
 
-        A save under way has an intent, and no index until its end. A deletion deletes the intent
-        first; if it was killed before that, the manifest there is the one to be copied.
+        A save in flight has an intent, and no index until its end. A deletion deletes the intent
+        first. If it was killed before that, the manifest there equals the one to be copied.
 
         Raises:
-            BusyError: The data may be that of a save under way, or be needed by one.
+            BusyError: The data may belong to a save in flight, or such a save may need it.
         """
         record, target = self._record, self._target
         uid, has_index = record.uid, record.index.name in names

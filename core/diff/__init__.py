@@ -1,4 +1,4 @@
-"""The comparison of two checkpoints, by checksums or by reading.
+"""Comparison of two checkpoints, by checksums or by reading.
 
-Here: comparing manifests, bytes and norms. Not here: printing. The commands import this package.
+Covers comparing manifests, bytes and norms, but not printing. The commands import this package.
 """

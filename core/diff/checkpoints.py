@@ -1,4 +1,4 @@
-"""The comparison of two checkpoints, by checksums if these decide, else by reading.
+"""Comparison of two checkpoints, by checksums if these decide, else by reading.
 
 Tested in `tests/core/diff/test_diff.py`.
 """
@@ -40,19 +40,19 @@ _SHOWN_CHARACTERS = 60
 _BEFORE = 12  # characters of a long value that are shown before the first different one
 
 PIECE_BYTES = 16 << 20
-"""The bytes of each side to read at once."""
+"""The bytes to read at once on each side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference.
+    """One difference between two checkpoints.
 
     Attributes:
         path: The shown path of the object or container; for metadata, the key.
         what: `only_a`, `only_b`; `type` (kind, dtype, shape or form), `tie` (tied or not, or to
             another object), `bytes` (of a tensor), `value`; `container`; `metadata`.
-        a: Its short description in the first checkpoint; None if it is not there.
-        b: The same in the second checkpoint.
+        a: A short description of the item in the first checkpoint; None if it is not there.
+        b: The same for the second checkpoint.
         norms: The norms of the difference of two tensors, if requested.
     """
 
@@ -65,12 +65,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """All differences of two checkpoints.
+    """All differences between two checkpoints.
 
     Attributes:
         changes: The differences of objects in tree order, then of containers, then of metadata.
         compared: The number of selected objects that both checkpoints have.
-        bytes_read: The bytes of objects read on both sides because checksums did not decide.
+        bytes_read: The bytes of objects read on both sides.
     """
 
     changes: tuple[Change, ...]
@@ -79,7 +79,7 @@ class CheckpointDiff:
 
     @property
     def same(self) -> bool:
-        """Whether the checkpoints do not differ."""
+        """Whether the checkpoints have no difference."""
         return not self.changes
 
 
@@ -91,18 +91,18 @@ def diff_checkpoints(
     norms: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints: bytes by their checksums if these decide, else by reading both.
+    """Compare two checkpoints, by checksums if these decide, else by reading both.
 
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
         selection: The objects to compare; by default all objects, and the metadata.
         norms: Whether to read tensors that differ, and measure the difference.
-        on_progress: As for `Checkpoint.verify`.
+        on_progress: As in `Checkpoint.verify`.
 
     Raises:
         SelectionError: A pattern matches nothing in either checkpoint.
-        DamagedError: Bytes that had to be read are not the bytes that were written.
+        DamagedError: Bytes that had to be read differ from the bytes that were written.
     """
     selection = selection or Selection()
     with metered(on_progress, "the comparison") as meter:
@@ -144,7 +144,7 @@ class _Diff:
     def _compare(
         self, path: ObjectPath, one: ObjectRecord, other: ObjectRecord, pair: Pair
     ) -> bool:
-        """Compare the records of both manifests; return whether the bytes have to be read."""
+        """Compare the records of both manifests; return whether the bytes must be read."""
         p, q = pair.a, pair.b
         if (p.kind, p.form) != (q.kind, q.form) or (p.kind is Kind.TENSOR and p.spec != q.spec):
             self._note(path, "type", one, other)
@@ -213,7 +213,7 @@ def _by_path(contents: Contents) -> dict[ObjectPath, ObjectRecord]:
 
 
 def _owner(record: ObjectRecord, by_path: Mapping[ObjectPath, ObjectRecord]) -> ObjectRecord:
-    """Return the object whose bytes are stored; for a tied object, the one that it is tied to."""
+    """Return the object that stores the bytes of `record`, which may be tied to another object."""
     tied = record.same_as
     return record if tied is None else by_path[tied]
 
@@ -237,7 +237,10 @@ def _described(record: ObjectRecord) -> str:
 
 
 def _shown_values(one: bytes, other: bytes, form: str) -> tuple[str, str]:
-    """Return both values as short texts around their first difference; only JSON is readable."""
+    """Return short texts of both values around their first difference, for JSON values only.
+
+    Other values show only their form and length.
+    """
     if form != "json":
         return f"{form} of {len(one)} bytes", f"{form} of {len(other)} bytes"
     p, q = (data.decode("utf-8", "surrogatepass") for data in (one, other))
@@ -255,9 +258,9 @@ def _around(text: str, other: str) -> str:
 
 
 def _nodes(a: Contents, b: Contents, selection: Selection) -> Iterator[Change]:
-    """Yield containers of another kind, and empty containers that only one checkpoint has.
+    """Yield containers that differ, and empty containers that only one checkpoint has.
 
-    Skips a container with objects that only one checkpoint has: its objects are listed.
+    Skips a non-empty container that only one checkpoint has, because its objects are listed.
     """
     ones, others = ({node.path: node for node in c.nodes()} for c in (a, b))
     filled = PathTree(o.path for contents in (a, b) for o in contents.objects())
@@ -307,19 +310,19 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An object of both checkpoints, with the same kind, dtype and shape; ties are resolved."""
+    """An object in both checkpoints, with the same kind, dtype and shape; ties are resolved."""
 
     a: ObjectRecord
     b: ObjectRecord
 
     @property
     def nbytes(self) -> int:
-        """The raw bytes of either object."""
+        """The raw bytes of the object on each side."""
         return self.a.spec.nbytes
 
 
 def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
-    """Compare the bytes of a pair by stored checksums; return None if these do not decide."""
+    """Compare the bytes of a pair by stored checksums; return None if they do not decide."""
     if not pair.nbytes:
         return True
     if pair.a.derived is not None or pair.b.derived is not None:
@@ -341,10 +344,10 @@ def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
 def read_pairs(
     a: Side, b: Side, pairs: Sequence[Pair]
 ) -> Iterator[tuple[Pair, int, memoryview, memoryview]]:
-    """Read both sides piece by piece, in whole elements; read many small objects at once.
+    """Read both sides in pieces of whole elements; read many small objects at once.
 
     Yields:
-        The pair, the offset of the piece, and its bytes of either side, valid until the next piece.
+        The pair, the offset of the piece, and its bytes on both sides, valid until the next piece.
     """
     # Reading small objects one by one would send one request to the store for each.
     batch: list[Pair] = []
@@ -362,13 +365,13 @@ def read_pairs(
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
-    """Compare bytes in numpy, since `==` of memoryviews goes byte by byte."""
+    """Compare bytes with numpy, because `==` on memoryviews compares byte by byte."""
     return np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A chunk of an object, its shard, its frame, and the size of the frame's blocks."""
+    """A chunk of an object, with its region, its frame, and the frame's block size."""
 
     region: Region
     ref: ChunkRef
@@ -377,17 +380,16 @@ class _Stored:
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-        """The position of the chunk in the object."""
         return self.region.offsets, self.region.sizes, self.ref.start, self.ref.stop
 
     @property
     def alone(self) -> bool:
-        """Whether the chunk fills its frame, so that the frame's checksum is the chunk's."""
+        """Whether the chunk fills its frame, so that the frame's checksum is also the chunk's."""
         return self.ref.at == 0 and self.ref.stop - self.ref.start == self.frame.raw_length
 
 
 def _stored(contents: Contents, record: ObjectRecord) -> list[_Stored]:
-    """Return the chunks of an object, in an order that does not depend on the saving ranks."""
+    """Return the chunks of an object, in the same order for every set of saving ranks."""
     found = (
         _Stored(shard.region, ref, one.frames[ref.frame], one.head.block_bytes)
         for one in contents.descriptions(record)
@@ -417,8 +419,8 @@ def _same_chunk(one: _Stored, other: _Stored) -> bool | None:
 def _same_blocks(one: _Stored, other: _Stored) -> bool | None:
     """Compare the blocks of raw frames that hold the chunk.
 
-    Differing blocks decide only if they hold bytes of this object alone: in a shared block the
-    difference may be another object's.
+    Blocks that differ decide only if they hold bytes of this object alone. In a shared block the
+    difference may be in another object.
     """
     inside = ByteRange(one.ref.at, one.ref.at + one.ref.stop - one.ref.start)
     answer: bool | None = True
@@ -467,12 +469,13 @@ class Norms:
 
     Attributes:
         elements: The number of elements.
-        differing: The number of elements that differ in value: NaN and a number differ, but two
-            NaN, or -0 and 0, do not. None if the elements are not numbers.
-        max_abs: The greatest difference; None if no difference is finite.
+        differing: The number of elements that differ in value. NaN differs from a number, but NaN
+            equals NaN and -0 equals 0. None if the elements are not numbers.
+        max_abs: The greatest absolute difference; None if no difference is finite.
         l2: The root of the sum of squared differences.
-        relative_l2: `l2` over the same root of the finite values of `a`; None if that is 0.
-        nan: The number of elements that are NaN in either.
+        relative_l2: `l2` divided by the same root of the finite values of `a`; None if that root is
+            0.
+        nan: The number of elements that are NaN in either tensor.
         inf: The number of elements that differ by infinity.
     """
 
@@ -486,7 +489,7 @@ class Norms:
 
 
 class NormSum:
-    """Sums up the differences of two tensors of one dtype, piece by piece."""
+    """Sums the differences of two tensors of one dtype, piece by piece."""
 
     def __init__(self, dtype: str, itemsize: int) -> None:
         self._dtype = dtype
@@ -502,7 +505,7 @@ class NormSum:
         self._opaque = False
 
     def add(self, a: memoryview, b: memoryview) -> None:
-        """Add the same range of both tensors, in whole elements."""
+        """Add a range of both tensors, the same on both sides and in whole elements."""
         self._elements += a.nbytes // self._itemsize
         x, y = _numbers(a, self._dtype), _numbers(b, self._dtype)
         if x is None or y is None:
@@ -566,7 +569,7 @@ class NormSum:
 
 
 def _numbers(data: memoryview, dtype: str) -> Numbers | None:
-    """Return the elements as a numpy array; None if they are not numbers (dates, text)."""
+    """Return the elements as a numpy array; None if they are not numbers, such as dates or text."""
     if dtype == "bfloat16":  # numpy lacks it, but its bits are the upper half of a float32
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     try:

@@ -1,5 +1,5 @@
-"""Conversions between float formats, with numpy alone, without torch.
+"""Conversions between float formats with numpy, without torch.
 
-Here: the formats that Penstock converts, and arithmetic that gives the same bits on every machine.
-Not here: the callers; codecs reach it through `core.abc`. It imports nothing else of Penstock.
+Covers the formats that Penstock converts, and arithmetic that gives the same bits on every machine.
+Codecs use it through `core.abc`. It imports no other package of Penstock.
 """

@@ -1,8 +1,8 @@
-"""The conversion of floats by integer arithmetic and tables, block by block.
+"""The conversion of floats with integer arithmetic and tables, block by block.
 
-Every conversion goes through float32, which holds each narrower format exactly. numpy's own casts
-serve only between float32 and float64, except for subnormal numbers. Its casts to and from float16
-are slower than the arithmetic here, and give other bits for a NaN if the processor has no
+Every conversion goes through float32, which represents each narrower format exactly. numpy's own
+casts only convert between float32 and float64, except for subnormal numbers. Its casts to and from
+float16 are slower than this arithmetic, and give different bits for a NaN on processors without an
 instruction for them.
 
 Tested in `tests/core/floats/test_conversion.py`.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 _BLOCK = 64 << 10
-"""Elements that are converted at once: with the scratch they stay in the L2 cache."""
+"""Elements per block, chosen so that a block and its scratch arrays fit into the L2 cache."""
 
 _SIGN = 0x8000_0000
 _MAGNITUDE = 0x7FFF_FFFF
@@ -35,12 +35,12 @@ _EXPONENT = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
 _BFLOAT16_NAN = 0xFFFF
 _UNSIGNED_NAN = 0x7F80_0001
-"""The NaN of a bfloat16 as the vectorized code of torch writes it (its other code writes 0x7FC0),
-and the float32 of the NaN of a `fnuz` format."""
+"""The float32 for the NaN of a `fnuz` format. `_BFLOAT16_NAN` is the NaN that torch's vectorized
+code writes; its other code writes 0x7FC0."""
 
 
 class _BlockScratch(threading.local):
-    """Arrays of one thread, each of one block."""
+    """Scratch arrays of one thread, each with room for one block."""
 
     def __init__(self) -> None:
         self.floats = np.empty(_BLOCK, np.float32)
@@ -54,7 +54,7 @@ _scratch = _BlockScratch()
 
 
 def convert(source: memoryview, source_dtype: str, target: memoryview, target_dtype: str) -> None:
-    """Do what `conversion.convert_floats` does, without its checks."""
+    """Convert floats like `conversion.convert_floats`, without its checks."""
     if source_dtype == target_dtype:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
         return
@@ -81,10 +81,10 @@ def convert(source: memoryview, source_dtype: str, target: memoryview, target_dt
 
 
 _SMALLEST = 2.0**-149
-"""The smallest float32 above zero. The bits of a subnormal number count multiples of it.
+"""The smallest positive float32. The bits of a subnormal number are its multiple of this.
 
 After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number,
-in the calling thread and in all threads that it starts. So these are converted as integers.
+in the calling thread and in all threads that it starts. So subnormals are converted as integers.
 """
 _LARGEST_SUBNORMAL = 0x7F_FFFF
 
@@ -184,14 +184,14 @@ class _Small:
     """A format of 8 or 16 bits with a table of all its numbers.
 
     Attributes:
-        mantissa: Bits of the mantissa.
+        mantissa: Number of mantissa bits.
         bias: Bias of the exponent.
-        largest: Bits of the largest finite number.
-        overflow: Bits of a number that is too large, without the sign.
-        nan: Bits of NaN, without the sign.
-        infinite: Whether the format has infinities; `overflow` is one.
-        unsigned_nan: Whether the only NaN has the bits of -0.0, so zero and NaN have no sign.
-        sign: The bit of the sign.
+        largest: Bit pattern of the largest finite number.
+        overflow: Bit pattern for overflow, without the sign.
+        nan: Bit pattern of NaN, without the sign.
+        infinite: Whether the format has infinities; then `overflow` is one.
+        unsigned_nan: Whether the only NaN has the bits of -0.0, so that zero and NaN have no sign.
+        sign: Mask of the sign bit.
     """
 
     mantissa: int
@@ -204,7 +204,7 @@ class _Small:
     sign: int = 0x80
 
     def magnitudes(self) -> NDArray[np.float64]:
-        """Return the finite numbers from zero up, and the number after the largest."""
+        """Return the finite numbers in ascending order from zero, and one beyond the largest."""
         bits = np.arange(self.largest + 2)
         exponent, mantissa = bits >> self.mantissa, bits & ((1 << self.mantissa) - 1)
         significand = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa))
@@ -226,7 +226,7 @@ _SMALL = {
 
 @lru_cache(maxsize=len(_SMALL))
 def _small_values(dtype: str) -> Floats:
-    """Return each number of the format as a float32, by its bits."""
+    """Return a table from a number's bits in the format to its float32."""
     small = _SMALL[dtype]
     codes = np.arange(small.sign, dtype=np.uint32)
     mantissa = codes & ((1 << small.mantissa) - 1)
@@ -243,10 +243,10 @@ def _small_values(dtype: str) -> Floats:
 
 @lru_cache(maxsize=len(_SMALL))
 def _small_codes(dtype: str) -> NDArray[np.uint8]:
-    """Return the bits in the format, by the top 16 bits of a float32.
+    """Return a table from the top 16 bits of a float32 to a number's bits in the format.
 
-    Bit 0 of the index is also set if any lower bit is set. So index and float32 are on the same
-    side of each boundary between two numbers of the format.
+    The caller also sets bit 0 of the index if any lower bit is set. So the index is on the same
+    side of each rounding boundary as the float32.
     """
     small = _SMALL[dtype]
     tops = np.arange(1 << 15, dtype=np.uint32)

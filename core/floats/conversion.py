@@ -22,22 +22,22 @@ def convert_floats(
 ) -> None:
     """Fill `target` with the elements of `source`, each rounded to nearest even.
 
-    The result is that of torch's `.to()` on a CPU, bit for bit: float64 goes through float32 to
-    narrower formats, NaN stays NaN, -0.0 stays -0.0 (`fnuz` formats have none), and numbers that
-    are too large become infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number.
-    Where versions of torch, or its code for different processors, disagree (the bits of a NaN,
-    overflow in float8_e4m3fn), this result is always the same. Uses no memory but its thread's
-    scratch, and holds the GIL for some microseconds at a time.
+    The result equals that of torch's `.to()` on a CPU, bit for bit. float64 goes through float32 to
+    narrower formats, NaN stays NaN, and -0.0 stays -0.0 (`fnuz` formats have none). Numbers that
+    overflow become infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number. Where
+    versions of torch or processors disagree (the bits of a NaN, overflow in float8_e4m3fn), this
+    result is always the same. Uses only its thread's scratch memory, and holds the GIL for some
+    microseconds at a time.
 
     Args:
-        source: A flat view of bytes: whole elements.
+        source: A flat byte view of whole elements.
         source_dtype: One of `FLOAT_DTYPES`.
-        target: A flat, writable view for these elements; it does not overlap `source`.
+        target: A flat, writable byte view for these elements, which does not overlap `source`.
         target_dtype: One of `FLOAT_DTYPES`.
 
     Raises:
         ValueError: A dtype is not in `FLOAT_DTYPES`, `source` does not hold whole elements, or
-            `target` has another number of elements or is read-only. Nothing was written.
+            `target` has another number of elements or is read-only. `target` is unchanged.
     """
     # Imported late: the contracts, and so `penstock ls`, do not need numpy.
     from penstock.core.floats.arithmetic import convert  # noqa: PLC0415

@@ -1,5 +1,5 @@
-"""Stored bytes, all of them sans-IO: records, parts, sections, index.
+"""Encodes, decodes and validates stored records, parts, sections and indexes. Sans-IO.
 
-Here: encoding, decoding and validating stored records. Not here: reading or writing a store, and
-the commit protocol. Needs neither torch nor a thread.
+Does not read or write a store, and does not know the commit protocol. Needs neither torch nor a
+thread.
 """

@@ -1,8 +1,8 @@
-"""Arithmetic of blocks, the unit of checksums inside a raw frame. Sans-IO.
+"""Computes the blocks of a raw frame, the units of its checksums. Sans-IO.
 
-Blocks are cut where the file offset, counted from the page in which the frame begins, is a
-multiple of `block_bytes`. So blocks begin at pages of the file, as direct I/O needs it, and the
-first and the last block of a frame may be shorter than the others.
+Blocks are cut where the file offset, counted from the page in which the frame begins, is a multiple
+of `block_bytes`. So blocks begin at pages of the file, as direct I/O requires, and the first and
+the last block of a frame may be shorter than the others.
 
 Tested in `tests/core/plan/test_save.py`.
 """
@@ -70,7 +70,7 @@ def blocks_span(offset: int, length: int, block_bytes: int, blocks: range) -> By
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> Sequence[ByteRange]:
-    """Return pairs of start and stop as ascending ranges: joined where they touch, none empty."""
+    """Merge `(start, stop)` pairs into ascending ranges that do not touch; drop empty ones."""
     merged: list[ByteRange] = []
     begin = end = -1
     for start, stop in sorted(spans):

@@ -1,4 +1,4 @@
-"""Bytes of commit record, intent and note: a line with length and digest, then JSON. Sans-IO."""
+"""Encodes and decodes commit records, intents and notes: a digest line, then JSON. Sans-IO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed frames of the manifest (zstd with declared, bounded sizes), and digests. Sans-IO.
+"""Compresses the manifest in zstd frames of declared, bounded size; computes digests. Sans-IO.
 
 Tested in `tests/core/pipeline/test_fuzz_frames.py`.
 """
@@ -26,7 +26,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> bytes:
-    """Return the content of one zstd frame, in bounded memory for any bytes.
+    """Return the content of one zstd frame, in bounded memory even for hostile bytes.
 
     Args:
         data: Exactly one frame.
@@ -56,7 +56,7 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return the sha256 of `data` in hex; with it one record binds the next."""
+    """Return the sha256 of `data` in hex, by which one record verifies another."""
     return sha256(data).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The version of the format, and the features beyond it that a record names. Sans-IO.
+"""Defines the format version, and checks the features that a record names. Sans-IO.
 
 Tested in `tests/core/format/test_commit_record.py` and `test_records.py`.
 """

@@ -1,4 +1,4 @@
-"""The places of all shards: the table of a part, and the index over all parts. Sans-IO."""
+"""Encodes the places of all shards: the table of a part, and the index over all parts. Sans-IO."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ShardTable:
         return list(zip(self.parts.tolist(), self.sections.tolist(), strict=True))
 
     def regions(self) -> list[Region | None]:
-        """Return the region of each shard; None for all of the object, or nothing of it."""
+        """Return the region of each shard; None for the whole object, or for no bytes of it."""
         bounds = iter(self.bounds.tolist())
         result: list[Region | None] = []
         for dims in self.dims.tolist():
@@ -186,9 +186,8 @@ def traits_of(
 ) -> int:
     """Return a checksum of an object's description: equal for parts that describe it alike.
 
-    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value:
-    ranks compare whole values, and a save has the same table as the previous save even if its
-    values are longer.
+    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value.
+    Ranks compare whole values, and the table of a save does not change if its values get longer.
     """
     shape = () if kind is Kind.VALUE else spec.shape
     traits = (kind, spec.dtype, spec.itemsize, role, form, shape)
@@ -196,7 +195,7 @@ def traits_of(
 
 
 def shard_table(sections: Iterable[SectionShards]) -> ShardTable:
-    """Merge the shards of the sections of one part, with number 0, into an ascending table."""
+    """Merge the shards of the sections of one part into an ascending table, as part 0."""
     tables = []
     for number, section in enumerate(sections):
         count = len(section.hashes)
@@ -303,7 +302,7 @@ def _part_rows(parts: Sequence[PartEntry]) -> bytes:
 
 
 class IndexReader:
-    """Searches an index, with as few and as small range reads as its size allows.
+    """Searches an index in few, small range reads.
 
     All results are verified.
 

@@ -1,4 +1,4 @@
-"""Bytes of a part: a head, a table of shards, and sections, each a zstd frame. Sans-IO.
+"""Encodes and decodes a part: zstd frames of a head, a shard table, and sections. Sans-IO.
 
 Tested in `tests/core/format/test_records.py`.
 """
@@ -75,7 +75,7 @@ _SECTION_COLUMNS = ("offset", "length", "raw_length", "sha256", "objects", "node
 class EncodedPart:
     """The bytes of a part, its entry for the commit record, and its shards for the index.
 
-    Head and table of the shards are its first `listing_bytes` bytes.
+    Its first `listing_bytes` bytes are the head and the shard table.
     """
 
     data: bytes
@@ -106,7 +106,7 @@ def encode_part(  # noqa: PLR0913 - tables of one part, each by name
         block_bytes: Distance between checksum cuts in raw frames, a multiple of 4096.
         blobs: Table that `Frame.blob` indexes; lengths as sealed.
         chains: Table that `Frame.chain` indexes; the first is the empty chain.
-        choices: How codecs were chosen, by class of objects.
+        choices: The codec choices, by class of objects.
         world_size: Number of ranks.
 
     Raises:
@@ -250,7 +250,7 @@ def decode_section(
         data: Bytes `[info.offset, info.offset + info.length)` of the part.
         info: One of `head.sections`.
         head: The part's head.
-        wanted: Says which objects to read; None reads all. See `read_section`.
+        wanted: Selects the objects to read; None reads all. See `read_section`.
 
     Raises:
         FormatError: The section is damaged, or does not fit the head.

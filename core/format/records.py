@@ -1,8 +1,8 @@
-"""Records of the manifest, and the names under which they are stored. Sans-IO.
+"""Defines the records of the manifest, and their names in the store. Sans-IO.
 
-Their bytes are written and read by `commit_record` (intents and notes, too), `part`, `section` and
-`index`; `docs/format.md` describes every byte. Readers trust nothing: every decoder validates
-names, bounds and digests, and raises `FormatError`.
+`commit_record` (also for intents and notes), `part`, `section` and `index` read and write their
+bytes; `docs/format.md` describes every byte. Every decoder validates names, bounds and digests, and
+raises `FormatError`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Chain = tuple[CodecRecord, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRecord:
-    """What a rule with `codecs = "auto"` chose for one class of objects, in one save.
+    """The choice of a rule with `codecs = "auto"` for one class of objects, in one save.
 
     Attributes:
         objects: The class: role and dtype, `"optimizer float32"`.
@@ -71,10 +71,10 @@ class Frame:
         checksums: Of a raw frame: xxh3-64 of each block (see `blocks`). Of an encoded frame: one,
             of the stored bytes.
         raw_checksum: Of an encoded frame: xxh3-64 of the bytes that it decodes to. Else None.
-        lengths: Of a chain of several codecs: the lengths between them, in encoding order.
+        lengths: Output length of each codec of the chain except the last.
         elements: Of an encoded slab of one dtype: its name, and the bytes of an element. Else None.
-        base: Of a frame whose first codec needs a base: the frame of that chunk. Else None.
-        content: xxh3-128 of the chunk; with it a later save finds an equal one. None: unknown.
+        base: The frame that it is encoded against, if its first codec needs a base. Else None.
+        content: xxh3-128 of the chunk, by which later saves find equal chunks; None: unknown.
     """
 
     blob: int
@@ -90,7 +90,7 @@ class Frame:
     content: int | None = None
 
     def links(self) -> Iterator[Frame]:
-        """Yield the frames of the chain that this frame decodes with: itself, then its bases."""
+        """Yield the frame itself, then the bases that it decodes with."""
         frame: Frame | None = self
         while frame is not None:
             yield frame
@@ -119,15 +119,15 @@ class ShardRecord(NamedTuple):  # as `ChunkRef`
 class ObjectRecord(NamedTuple):  # as `ChunkRef`
     """One object as one part describes it.
 
-    With `same_as` it is tied to that object, stored there, and has no shards. If several ranks
-    save, `shards` are those of one rank, which may hold nothing of the object: the records of the
-    other parts differ only in their shards. `frames` are those of its section, numbered by the
-    chunks of its shards, and `head` is that of its part.
+    With `same_as`, it is tied to that object, whose bytes it shares. With `derived`, its elements
+    are those of that object, rounded to nearest even. In both cases it has no shards, and the
+    errors of that object apply. If several ranks save, `shards` are those of one rank, which may
+    hold nothing of the object; the records of the other parts differ only in their shards.
 
-    With `derived` it has no shards either: its elements are those of that object, rounded to
-    nearest even. `ordinal` numbers objects and nodes in the order in which the tree was described.
-    `errors` are those that lossy codecs caused in its elements; None if there are none, or no
-    floats. A tied or derived object has the errors of the object that it refers to.
+    `frames` are the frames of its section, to which its shards refer by number, and `head` is the
+    head of its part. `ordinal` numbers objects and nodes in the order in which the tree was
+    described. `errors` are the errors of lossy codecs in its elements; None if there are none, or
+    no floats.
     """
 
     ordinal: int
@@ -156,7 +156,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The unit in which a part is read: some thousand objects, with their frames."""
+    """The unit in which a part is read: a few thousand objects, with their frames."""
 
     frames: tuple[Frame, ...]
     objects: tuple[ObjectRecord, ...]
@@ -173,7 +173,7 @@ class BlobRecord:
 
 @dataclass(frozen=True, slots=True)
 class SectionInfo:
-    """Where one section of a part is, and the digest that binds it.
+    """The location of one section in a part, and its digest.
 
     Attributes:
         offset: Byte offset in the part.
@@ -196,9 +196,9 @@ class SectionInfo:
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """The head of a part: its tables, and where its sections and the table of its shards are.
+    """The head of a part: its tables, and the locations of its sections and its shard table.
 
-    `choices` says how the codec of each class of objects was chosen; empty without such a rule.
+    `choices` has the codec choice of each class of objects; empty without an `auto` rule.
     """
 
     uid: str
@@ -215,7 +215,7 @@ class PartHead:
 
 @dataclass(frozen=True, slots=True)
 class PartEntry:
-    """A part as the commit record names it; the head binds the rest by digests."""
+    """A part as the commit record names it. The head has the digests of the rest."""
 
     name: str
     length: int
@@ -230,11 +230,11 @@ class PartEntry:
 
 @dataclass(frozen=True, slots=True)
 class ManyParts:
-    """In place of the parts in a commit record: the index lists them.
+    """Replaces the parts in a commit record if the index lists them.
 
     Attributes:
-        count: How many there are.
-        length: Bytes of all of them.
+        count: Number of parts.
+        length: Bytes of all parts.
     """
 
     count: int
@@ -243,12 +243,12 @@ class ManyParts:
 
 @dataclass(frozen=True, slots=True)
 class BorrowedTable:
-    """In place of borrowed blobs in a commit record: a table at the end of the index lists them.
+    """Replaces borrowed blobs in a commit record: a table at the end of the index lists them.
 
     Attributes:
-        count: How many there are.
-        length: Bytes of the table, the last ones of the index.
-        sha256: Their digest, 64 hex digits.
+        count: Number of blobs.
+        length: Bytes of the table, the last bytes of the index.
+        sha256: Digest of the table, 64 hex digits.
         saves: The bytes of the borrowed blobs of each save, by uid, ascending.
     """
 
@@ -260,7 +260,7 @@ class BorrowedTable:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The index as the commit record names it; the head binds the rest by digests."""
+    """The index as the commit record names it. The head has the digests of the rest."""
 
     name: str
     length: int
@@ -275,7 +275,7 @@ class BaseEntry:
     Attributes:
         uid: The uid of that checkpoint.
         step: Its step.
-        age: The number of checkpoints from a whole one to the later one, at least 1.
+        age: The number of checkpoints since one without a base, at least 1.
     """
 
     uid: str
@@ -290,7 +290,7 @@ class CommitRecord:
     Attributes:
         uid: Name of the attempt, 32 hex digits.
         step: Training step, at least 0.
-        generation: The highest of one step wins. Overwrites are even, compactions are odd.
+        generation: The highest generation of a step wins. Overwrites are even, compactions are odd.
         created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
         world_size: Number of ranks that saved.
         index: The index.
@@ -307,11 +307,11 @@ class CommitRecord:
             if none was.
         metadata: The user's metadata, JSON.
         penstock: Version of Penstock that wrote the record.
-        engine: Name of the engine that wrote the blobs (`"uring"`), for people.
-        plugins: Third parties' plugins that took part, such as `"codec acme"`, with name and
-            version of the distribution that each came from.
+        engine: Name of the engine that wrote the blobs (`"uring"`), for users.
+        plugins: Third-party plugins used, such as `"codec acme"`, each with name and version of its
+            distribution.
         many_parts: If the index lists the parts: their number and size.
-        many_borrowed: If the index lists the borrowed blobs: their totals, by saves.
+        many_borrowed: If the index lists the borrowed blobs: their totals, by save.
     """
 
     uid: str
@@ -338,7 +338,7 @@ class CommitRecord:
 
     @property
     def origin(self) -> str:
-        """The uid under which notes on the checkpoint are stored: a compaction keeps them."""
+        """The uid under which notes on the checkpoint are stored. A compaction keeps it."""
         return self.compacts or self.uid
 
     @property
@@ -374,12 +374,12 @@ class IntentRecord:
         uid: Name of the attempt.
         step: Training step.
         references: Other uids whose blobs the save will refer to, ascending.
-        host: Name of the saver's machine, for people.
-        pid: Process id of the saver there, for people.
+        host: Name of the saver's machine, for users.
+        pid: Process id of the saver there, for users.
         started: When the save began, in the form of `CommitRecord.created`.
         refreshed: When this record was last written; its age counts by the store's clock.
-        process: Identity of the saver's process among all of its machine, from which another
-            process there can tell that the saver has ended. Empty: unknown.
+        process: Identity of the saver's process on its machine, by which another process there
+            detects that the saver has ended. Empty: unknown.
         place: URL under which the saver writes. The same data at another place is a copy.
     """
 
@@ -400,10 +400,10 @@ class NoteRecord:
 
     Attributes:
         uid: The `origin` of the checkpoint.
-        number: The place among the notes on that checkpoint: later ones override earlier ones.
-        id: Random, 16 hex digits: two writers may choose the same number.
+        number: Its place among the notes on that checkpoint; later notes override earlier ones.
+        id: Random, 16 hex digits, since two writers may choose the same number.
         metadata: The user's metadata, JSON.
-        tags: Whether the checkpoint has each of these tags from now on.
+        tags: Whether each of these tags is set or removed.
     """
 
     uid: str
@@ -442,8 +442,8 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 def generation_above(names: Iterable[str]) -> int:
     """Return the generation that overwrites commit records of these names, all of one step.
 
-    It is even, and above the compaction of each of them, which is odd. So a compaction never takes
-    the name of an overwrite, not even in another tier, and never hides one that has begun.
+    It is even, and above the compaction of each record, which is odd. So a compaction never takes
+    the name of an overwrite, even in another tier, and never hides an overwrite that has begun.
     """
     parsed = [parse_commit_name(name) for name in names]
     highest = max((generation for _, generation in filter(None, parsed)), default=None)
@@ -467,7 +467,7 @@ def notes_origin(name: str) -> str | None:
 
 
 def note_number(name: str) -> int:
-    """Return the number of a note; 0 for a name that no note has."""
+    """Return the number of a note; 0 if `name` is not the name of a note."""
     match = _NOTE.fullmatch(name)
     return int(match[2]) if match else 0
 

@@ -1,6 +1,6 @@
 """Reads one section of a part, stored as JSON columns, with full checks. Sans-IO.
 
-Columns instead of one JSON object per record: half the bytes, and types and bounds of a column are
+Columns take half the bytes of one JSON object per record, and the types and bounds of a column are
 checked at C speed.
 
 Tested in `tests/core/format/test_records.py`.
@@ -90,8 +90,8 @@ def read_section(
 ) -> Section:
     """Read and validate the JSON of a section.
 
-    With `wanted`, only these objects are read: that takes longer than checking a path. If the
-    section has none of them, frames and nodes may be left out too.
+    With `wanted`, reads only these objects, since reading one takes longer than checking its path.
+    If the section has none of them, frames and nodes may be left out too.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
@@ -228,7 +228,7 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], n
 def _read_base(
     value: object, chain: int, raw_length: int, before: Sequence[Frame], name: str
 ) -> Frame:
-    """Return the base of a frame. It comes earlier, so no chain is a cycle."""
+    """Return the base of a frame. It is an earlier frame, so chains have no cycles."""
     check_ints([value], f"{name}: base", high=len(before) - 1)
     base = before[cast("int", value)]
     if not chain or base.raw_length != raw_length:
@@ -282,9 +282,9 @@ class _Extent(NamedTuple):
 
 
 class ObjectColumns:
-    """The objects of a section, or the wanted ones: checked columns, a row for each.
+    """The checked columns of a section's objects, or of the wanted ones.
 
-    Nearly every object is one whole shard in one chunk. All of these are checked together, by a few
+    Nearly every object is one whole shard in one chunk. These are checked together, by a few
     comparisons of whole columns, and the others one by one. If a comparison fails, every object is
     checked alone, so that the error names the first refused object.
 
@@ -353,7 +353,7 @@ class ObjectColumns:
         """Return the shards of the objects, as the table of the part lists them.
 
         Args:
-            with_traits: Also checksum the description of each object, as for several ranks.
+            with_traits: Whether to checksum each object's description too, for several ranks.
         """
         whole: Sequence[Region | bool] = [True]
         regions = [
@@ -396,10 +396,7 @@ class ObjectColumns:
     def _only_chunks(
         self, refs: Sequence[list[Any] | None], extents: Sequence[_Extent]
     ) -> _Chunks | None:
-        """Return frames, offsets and lengths of `refs`, the only chunks of their objects.
-
-        None if one is refused.
-        """
+        """Return frames, offsets and lengths of the chunks `refs`; None if one is refused."""
         plain = [ref for ref in refs if ref is not None]
         numbers = [*chain.from_iterable(plain)]
         frames, offsets, lengths = numbers[::3], numbers[1::3], numbers[2::3]
@@ -467,7 +464,7 @@ class ObjectColumns:
 
 
 def _only_ref(rows: Any) -> list[Any] | None:
-    """Return the list of an object that is one whole shard in one chunk; None for any other."""
+    """Return the reference of an object that is one whole shard in one chunk, else None."""
     try:
         ((ref,),) = rows
     except (TypeError, ValueError):
@@ -478,7 +475,7 @@ def _only_ref(rows: Any) -> list[Any] | None:
 def _all_extents(
     numbers: Sequence[int], shapes: Sequence[Any], types: Sequence[_Type], name: str
 ) -> list[_Extent] | None:
-    """Return the extent of each object; None if one is refused. Thousands have few shapes."""
+    """Return the extent of each object; None if one is refused. Checks each shape once."""
     # Equal lists of plain integers are one shape: `[True]` and `[1.0]` equal `[1]` as well.
     if not _all_lists_of(shapes, int, limit=MAX_DIMENSIONS):
         return None
@@ -506,7 +503,7 @@ def _made(kind: type[RecordT], rows: Iterable[tuple[Any, ...]]) -> Iterator[Reco
 
 
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:
-    """Return how tied and derived objects get their bytes, and from which path, by position."""
+    """Return, by position, which objects are tied or derived, and the path of the other object."""
     origins: dict[int, tuple[str, ObjectPath]] = {}
     for key in ("same_as", DERIVED_KEY):
         if key not in columns:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SectionWriter:
-    """The columns of one section, which objects and nodes are added to.
+    """Collects the objects and nodes of one section in columns.
 
     Attributes:
         frames: The frames that its objects use, each after its base.
@@ -108,7 +108,7 @@ class SectionWriter:
         self.weight += sum(map(len, entry.path))
 
     def frame_number(self, frame: Frame) -> int:
-        """Return the number of a frame in the section; adds it, after its base, if it is new."""
+        """Return a frame's number in the section. Adds a new frame after its base."""
         place = frame.blob, frame.offset
         number = self._frame_numbers.get(place)
         if number is None:

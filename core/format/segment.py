@@ -1,4 +1,4 @@
-"""Bytes of a segment of a log: entries one after the other, each a checkpoint of one step. Sans-IO.
+"""Encodes and decodes a log segment: a sequence of entries, each a checkpoint. Sans-IO.
 
 Tested in `tests/core/format/test_segment.py`.
 """
@@ -26,8 +26,8 @@ MAX_DIRECTORY_BYTES = 1 << 20
 _MAGIC = b"penstlog"
 _VERSION = 1
 # Magic, version, rank, world size, bytes of the directory; step, bytes of the payload; base uid,
-# digest of the payload, digest of the header before.
-_FIELDS = struct.Struct("<8s4I2Q16s16s16s")
+# session, digest of the payload, digest of the header before.
+_FIELDS = struct.Struct("<8s4I2Q16s8s16s16s")
 _DIGEST_BYTES = 16
 
 
@@ -40,10 +40,11 @@ class EntryHeader:
         rank: The rank that logged.
         world_size: Number of ranks.
         step: The step after which the entry was made.
+        session: 16 hexadecimal digits: equal in the entries of all ranks between two restores.
         directory_bytes: The bytes of the payload that name its files.
         payload_bytes: All bytes of the payload.
         payload_digest: xxh3-128 of the payload.
-        previous: The digest of the header before; zeros after the base itself.
+        previous: The digest of the previous header; zeros right after the base.
         digest: xxh3-128 of this header.
     """
 
@@ -51,6 +52,7 @@ class EntryHeader:
     rank: int
     world_size: int
     step: int
+    session: str
     directory_bytes: int
     payload_bytes: int
     payload_digest: bytes
@@ -59,26 +61,37 @@ class EntryHeader:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes from this header to the next: each begins on a page."""
+        """The bytes from this header to the next. Headers begin on pages."""
         return align_up(HEADER_BYTES + self.payload_bytes, PAGE_BYTES)
 
 
 FIRST = bytes(_DIGEST_BYTES)
-"""What the first entry after a base has as `previous`."""
+"""`previous` of the first entry after a base."""
+
+
+NO_SESSION = bytes(8).hex()
 
 
 def encode_entry(
-    files: Mapping[str, bytes], *, base: str, rank: int, world_size: int, step: int, previous: bytes
+    files: Mapping[str, bytes],
+    *,
+    base: str,
+    rank: int,
+    world_size: int,
+    step: int,
+    session: str = NO_SESSION,
+    previous: bytes,
 ) -> tuple[EntryHeader, list[bytes]]:
     """Return the header of an entry, and the buffers to store, one after the other.
 
     Args:
         files: The files of the entry's checkpoint by name.
-        base: See `EntryHeader`, as for the rest.
-        rank: As above.
-        world_size: As above.
-        step: As above.
-        previous: As above.
+        base: See `EntryHeader`.
+        rank: See `EntryHeader`.
+        world_size: See `EntryHeader`.
+        step: See `EntryHeader`.
+        session: See `EntryHeader`.
+        previous: See `EntryHeader`.
     """
     directory = dump_json([[name, len(data)] for name, data in files.items()])
     digest = xxhash.xxh3_128(directory)
@@ -87,18 +100,19 @@ def encode_entry(
     size = len(directory) + sum(map(len, files.values()))
     fields = _FIELDS.pack(
         _MAGIC, _VERSION, rank, world_size, len(directory), step, size,
-        bytes.fromhex(base), digest.digest(), previous,
+        bytes.fromhex(base), bytes.fromhex(session), digest.digest(), previous,
     )  # fmt: skip
     own = xxhash.xxh3_128_digest(fields)
     header = EntryHeader(
-        base, rank, world_size, step, len(directory), size, digest.digest(), previous, own
-    )
+        base, rank, world_size, step, session,
+        len(directory), size, digest.digest(), previous, own,
+    )  # fmt: skip
     start = (fields + own).ljust(HEADER_BYTES, b"\0")
     return header, [start, directory, *files.values()]
 
 
 def decode_header(data: bytes, name: str) -> EntryHeader | None:
-    """Decode a header; None: the log ends here, cleanly or by a torn write.
+    """Decode a header; None if the log ends here, cleanly or by a torn write.
 
     Args:
         data: `HEADER_BYTES` of a segment, or fewer at its end.
@@ -112,9 +126,8 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
         data[_FIELDS.size : end]
     ):
         return None
-    magic, version, rank, world_size, directory, step, size, base, digest, previous = (
-        _FIELDS.unpack_from(data)
-    )
+    magic, version, rank, world_size, *fields = _FIELDS.unpack_from(data)
+    directory, step, size, base, session, digest, previous = fields
     if magic != _MAGIC:
         return None
     if version != _VERSION:
@@ -122,7 +135,9 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
     if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
         refuse(name, "has an entry beyond the limits of a log")
     own = bytes(data[_FIELDS.size : end])
-    return EntryHeader(base.hex(), rank, world_size, step, directory, size, digest, previous, own)
+    return EntryHeader(
+        base.hex(), rank, world_size, step, session.hex(), directory, size, digest, previous, own
+    )
 
 
 def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, tuple[int, int]]:
@@ -155,7 +170,7 @@ def is_whole(pieces: Sequence[bytes | memoryview], header: EntryHeader) -> bool:
 
 
 def segment_name(base: str, rank: int, number: int) -> str:
-    """Return the name of a segment: it is deleted with the data of its base."""
+    """Return the name of a segment, which is deleted with the data of its base."""
     assert is_uid(base)
     return f"{log_prefix(base, rank)}{number:08}.log"
 
@@ -167,5 +182,5 @@ def segment_number(name: str) -> int:
 
 
 def log_prefix(base: str, rank: int | None = None) -> str:
-    """Return the beginning of the names of a rank's segments, or of all ranks."""
+    """Return the name prefix of the segments of a rank, or of all ranks."""
     return f"data/{base}/log/" + ("" if rank is None else f"{rank:05}-")

@@ -43,7 +43,7 @@ def load_json(data: bytes | memoryview, name: str) -> Any:
 def dump_json(value: object) -> bytes:
     """Return compact JSON in UTF-8.
 
-    Text is not escaped: two lone surrogates in a row, once escaped, read as one character.
+    Text is not escaped, since two adjacent escaped surrogates would be read as one character.
     """
     return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 

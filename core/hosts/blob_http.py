@@ -1,8 +1,8 @@
 """Serves ranges of blobs to other processes over HTTP, and reads them there.
 
-A request is `GET /BLOB` with one `Range`; `GET /` only lets both ends prove to each other that they
-know a secret, without sending it. The bytes are neither encrypted nor signed, so the reader
-compares them with the checksums of the checkpoint.
+A request is `GET /BLOB` with one `Range`. With `GET /` both ends only prove that they know a
+secret, without sending it. The bytes are not encrypted or signed, so the reader compares them with
+the checkpoint's checksums.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROOF = "Penstock-Proof"
 _TOKEN = re.compile(r"Bearer (\d{1,9})\.(.*)", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _MOST_SILENT = 64  # connections that have not proved their identity yet
-_UNDISTURBED = 1 / 16  # of the patience: for so long none of them is closed for a newer one
+_UNDISTURBED = 1 / 16  # of the patience: until then, no newer connection displaces one
 # A datagram port that nothing is sent to: connecting shows the local address the kernel would use.
 _ANY_PORT = 9
 # Not a real machine (RFC 5737): the route to it is the default route.
@@ -48,7 +48,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 class BlobRange(NamedTuple):
-    """Names stored bytes, the same on all ranks."""
+    """Identifies stored bytes; the same on all ranks."""
 
     blob: str
     offset: int
@@ -56,11 +56,11 @@ class BlobRange(NamedTuple):
 
 
 class Credentials(NamedTuple):
-    """Identify one client and one server to each other.
+    """Credentials that identify one client and one server to each other.
 
     Attributes:
-        token: Sent by the client.
-        proof: Sent back by the server.
+        token: The proof of the client.
+        proof: The answer that proves the server.
     """
 
     token: str
@@ -76,7 +76,7 @@ class Credentials(NamedTuple):
 class BlobServer(ThreadingTCPServer):
     """Lends ranges of blobs to clients that know their token, each over one connection.
 
-    Refuses a second connection of a client, so an overheard token is of no use.
+    Refuses a second connection of a client, so an overheard token is useless.
     """
 
     request_queue_size = 256  # all ranks of a job connect at once
@@ -90,18 +90,18 @@ class BlobServer(ThreadingTCPServer):
         left: Callable[[int], None],
         timing: Timing,
     ) -> None:
-        """Listen at a free port of `address`; `start` serves.
+        """Listen on a free port of `address`; `start` serves requests.
 
         Args:
-            address: An address of this machine.
+            address: An address of this host.
             credentials: Returns the credentials of a client; None for a stranger.
-            lend: Waits for the requested bytes, and lends them until they are sent; None if the
-                client must get them elsewhere.
+            lend: Waits for the requested bytes, and lends them until they are sent; gives None if
+                the client must read them elsewhere.
             left: Called when a client has disconnected.
-            timing: Sets how often to look for late connections (`poll_s`).
+            timing: Sets how often to check for late connections (`poll_s`).
 
         Raises:
-            OSError: There is no such address here, or no socket.
+            OSError: This host lacks the address, or no socket is available.
         """
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.credentials = credentials
@@ -123,12 +123,12 @@ class BlobServer(ThreadingTCPServer):
         self._serving.append(spawn("relay", self._serve))
 
     def disconnect(self, client: int) -> None:
-        """Close the connection of a client, which may be in the middle of an answer."""
+        """Close the connection of a client, even in the middle of an answer."""
         with self._lock:
             _shut(self._clients.get(client))
 
     def close(self) -> None:
-        """Stop listening, and close all connections; returns at once. Idempotent."""
+        """Stop listening, and close all connections. Returns at once. Idempotent."""
         with self._lock:
             self._closed = True
             for connection in (self.socket, *self._silent, *self._clients.values()):
@@ -137,12 +137,12 @@ class BlobServer(ThreadingTCPServer):
             self.server_close()
 
     def join(self, deadline: Deadline) -> None:
-        """Wait for the end of all threads, after `close`."""
+        """Wait until all threads end; called after `close`."""
         for thread in self._serving:
             thread.join(deadline.left_s())
 
     def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
-        """Return the client of a request, and the proof for it; None for a stranger."""
+        """Return the client of a request and the server's proof for it; None for a stranger."""
         token = _TOKEN.fullmatch(authorization)
         client = -1 if token is None else int(token[1])
         known = self.credentials(client)
@@ -165,10 +165,10 @@ class BlobServer(ThreadingTCPServer):
                     time.sleep(self._poll_s)
 
     def _has_room(self) -> bool:
-        """Close late connections; return whether one more may connect.
+        """Close late connections; return whether another connection fits.
 
-        Many strangers at once must not drive out a rank that gets no CPU time, so each connection
-        has some time even if there are too many.
+        Every connection keeps a minimum time to prove its identity, even if there are too many: a
+        crowd of strangers must not drive out a rank that gets no CPU time.
         """
         with self._lock:
             for connection, deadline in [*self._silent.items()]:
@@ -186,7 +186,7 @@ class BlobServer(ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError:
-            if not self._closed:  # out of descriptors: the listener would be ready for ever
+            if not self._closed:  # out of descriptors: the listener would stay ready forever
                 time.sleep(self._poll_s)
             raise
 
@@ -209,14 +209,12 @@ class BlobServer(ThreadingTCPServer):
             self._left(client)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log the end of a connection."""
+        """Log that a connection has ended."""
         del request
         log.debug("the connection from %s is closed", client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
-
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "penstock", ""
     disable_nagle_algorithm = True
@@ -254,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.sendall(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Log at the level DEBUG, not to stderr."""
+        """Log at level DEBUG instead of writing to stderr."""
         log.debug(format, *args)
 
 
@@ -267,13 +265,13 @@ class BlobClient:
         """Prepare.
 
         Args:
-            address: An IP address, and a port.
+            address: An IP address and a port.
             client: The number of this client.
             credentials: The credentials of this pair.
             connect_s: The most seconds to spend on connecting.
 
         Raises:
-            OSError: There is no socket.
+            OSError: No socket is available.
         """
         self._address = address
         self._credentials = credentials
@@ -290,7 +288,7 @@ class BlobClient:
         """Connect; both ends prove their identity.
 
         Raises:
-            StorageError: As `read`.
+            StorageError: As in `read`.
         """
         with self._failing():
             self._socket.connect(self._address)
@@ -299,11 +297,12 @@ class BlobClient:
             self._ask("", {}).close()
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Fill every target completely, as `Backend.read`.
+        """Fill every target completely, as `Backend.read` does.
 
         Raises:
-            BlobNotFoundError: A range is not lent to this client, which may still ask for others.
-            StorageError: The connection is lost, and nothing more can be read.
+            BlobNotFoundError: The server does not lend a range to this client, which may ask for
+                other ranges.
+            StorageError: The connection is lost, and no more can be read.
         """
         for request in requests:
             size, last = request.target.nbytes, request.offset + request.target.nbytes - 1
@@ -320,13 +319,13 @@ class BlobClient:
                     raise ConnectionResetError(msg)
 
     def close(self, why: str) -> None:
-        """Close the connection, from any thread; a call under way fails with `why` at once."""
+        """Close the connection, from any thread; a read in flight fails at once with `why`."""
         with self._lock:
             self._failure = self._failure or why
             _shut(self._socket)
 
     def dispose(self) -> None:
-        """Free the socket; call it on the reading thread."""
+        """Free the socket; only the reading thread may call this."""
         with self._lock:
             self._connection.close()
 
@@ -360,17 +359,17 @@ def _shut(connection: socket.socket | None) -> None:
 
 
 def own_address(host: str | None, network: str | None) -> str:
-    """Return the address of this machine by which ranks on other machines reach it.
+    """Return the address at which ranks on other hosts reach this host.
 
-    Host names of clusters often mean another network, or only this machine, so none is looked up:
-    the kernel picks the address for the route.
+    Does not look up a host name, because cluster host names often resolve to another network or to
+    loopback. The kernel picks the address for the route.
 
     Args:
-        host: The machine of the job's store, which all ranks reach; None if there is none.
-        network: The network to use, `10.1.0.0/16`; None: the one that leads to `host`.
+        host: The host of the job's store, which all ranks reach; None if there is none.
+        network: The network to use, such as `10.1.0.0/16`; None: the network that leads to `host`.
 
     Raises:
-        OSError: This machine has no address in `network`.
+        OSError: This host has no address in `network`.
         ValueError: `network` is not a network.
     """
     if network is not None:
@@ -392,7 +391,7 @@ def own_address(host: str | None, network: str | None) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return the address that the kernel would send from; nothing is sent."""
+    """Return the address from which the kernel would send to `host`; sends no data."""
     error: OSError | None = None
     for family, kind, protocol, _, there in socket.getaddrinfo(
         host, _ANY_PORT, type=socket.SOCK_DGRAM

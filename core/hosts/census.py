@@ -1,4 +1,4 @@
-"""Finds out which ranks are on which host, and whether a host's ranks can read together."""
+"""Finds the ranks of each host, and whether they can read together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _POLL_SHARE = 4  # rank 0 pauses this many times as long as one look took: the s
 
 
 class Census:
-    """The hosts of a job's ranks, as they report them through its store, for one restore.
+    """The hosts of a job's ranks, as reported through the job's store, for one restore.
 
-    A wait for other ranks ends with the restore, and when the limit for a stuck rank has passed.
+    A wait for other ranks ends with the restore, or at the time limit for a stuck rank.
     """
 
     def __init__(self, session: RankSession[RestoreRound]) -> None:
@@ -49,7 +49,7 @@ class Census:
         """Post this rank's host early, so that rank 0 need not wait for it later.
 
         Raises:
-            CoordinationError: The store of the job cannot be reached.
+            CoordinationError: The job's store cannot be reached.
         """
         place = group.place
         if group.by_host is None and place.rank:
@@ -62,25 +62,25 @@ class Census:
         return self._deadline.is_over()
 
     def gives_up(self) -> bool:
-        """Return whether this rank stops waiting for others: they are late, or one has failed.
+        """Return whether this rank stops waiting, because others are late or one has failed.
 
-        Also reports progress: the others watch this rank, and it waits no longer than they do.
+        Also reports progress, because the others watch this rank while it waits.
         """
         self._session.moved(0, 0)
         return self.is_late or self._session.has_news
 
     def sets(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of the job in sets that read together, the same on every rank.
+        """Return sets of the job's ranks that read together, the same on every rank.
 
         Runs once per job: each rank posts its host, and rank 0 posts all hosts. The ranks of a host
         form one or more sets of at most `MOST_RANKS`.
 
         Returns:
-            The sets, in the order of their first ranks, each ascending; empty if they are not known
+            The sets, each ascending, in the order of their first ranks; empty if they are not known
             in time.
 
         Raises:
-            CoordinationError: The store of the job cannot be reached.
+            CoordinationError: The job's store cannot be reached.
             FormatError: Rank 0's post cannot be read.
         """
         if self._group.by_host is None:
@@ -88,10 +88,10 @@ class Census:
         return self._group.by_host or ()
 
     def read_all(self, keys: Mapping[int, str]) -> dict[int, bytes] | None:
-        """Return the value of each key after all are posted; None if some are not in time.
+        """Return the value of each key once all are posted; None if one is not posted in time.
 
         Raises:
-            CoordinationError: The store of the job cannot be reached.
+            CoordinationError: The job's store cannot be reached.
         """
         found: dict[int, bytes] = {}
         pause_s = self._timing.hosts_poll_first_s
@@ -109,9 +109,9 @@ class Census:
         return found
 
     def part(self, ranks: Sequence[int], reason: str) -> None:
-        """Report to the ranks of one set that each reads alone, now and later in this job.
+        """Report to the ranks of one set that each reads alone, for the rest of this job.
 
-        Otherwise each restore would wait for this rank until it counts as stuck.
+        Without this report each restore would wait for this rank until it counts as stuck.
         """
         place = self._group.place
         log.warning(
@@ -126,9 +126,9 @@ class Census:
             self._group.coordination.post(_apart_key(ranks), b"-")
 
     def are_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether a rank of the set has reported that they cannot read together.
+        """Return whether a rank of the set has reported that each reads alone.
 
-        Checks rarely, since ranks that meet need no store.
+        Asks the store rarely, because ranks that meet need no store.
         """
         if not self._group.reads_apart and self._next_look.is_over():
             self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
@@ -167,10 +167,10 @@ class Census:
 
 
 def _host_name(host: str, rank: int) -> str:
-    """Return an identifier of where this process can meet others; a unique one if nowhere.
+    """Return an identifier of the place where this process can meet others; unique if none.
 
     Socket names are visible within one network namespace, so containers with their own networks
-    count as hosts, whatever their names. Processes of other users do not meet.
+    count as separate hosts, whatever their host names. Processes of different users do not meet.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -182,7 +182,7 @@ def _host_name(host: str, rank: int) -> str:
 
 
 def _packed(numbers: list[int]) -> bytes:
-    """Return the hosts of all ranks for a post; an empty list if they do not fit into one."""
+    """Return the hosts of all ranks for a post; an empty list if they do not fit in one."""
     data = pack_numbers(numbers).encode()
     return data if len(data) <= COORDINATION_VALUE_BYTES else pack_numbers([]).encode()
 

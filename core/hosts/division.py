@@ -1,9 +1,9 @@
-"""Divides the reads: which rank reads bytes that several ranks or several hosts need.
+"""Decides which rank reads the bytes that several ranks or several hosts need. Sans-IO.
 
-Sans-IO. The ranks of a host know each other's plans. Hosts do not exchange plans, which may have a
-million rows, but digests of their needs. Needs that are equal on several hosts, down to the members
-that need the bytes, have equal digests, and each of these hosts knows all their rows. Digests that
-are equal by chance only cost time: a rank refuses a request for bytes that it does not read.
+The ranks of a host know each other's plans. A plan may have a million rows, so hosts exchange
+digests of their needs instead. Hosts that need the same bytes for the same members get equal
+digests, and each knows all rows of these needs. A chance collision of digests only costs time: a
+rank refuses a request for bytes that it does not read.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _HALF = np.uint64(32)
 
 
 class PlannedRange(NamedTuple):
-    """One range that a rank needs; equal rows of two ranks name the same bytes.
+    """One range that a rank needs; equal rows of two ranks mean the same bytes.
 
     Attributes:
-        blob: Number of the blob's name, in the plan.
-        offset: Offset of the frame.
-        block_bytes: Distance of the checksum cuts; 0 for an encoded frame.
-        start: First byte of the chunk.
-        stop: Its end.
+        blob: The index of the blob's name in the plan.
+        offset: The offset of the frame.
+        block_bytes: The distance between checksum cuts; 0 for an encoded frame.
+        start: The first byte of the chunk.
+        stop: The end of the chunk.
     """
 
     blob: int
@@ -69,19 +69,19 @@ class PlannedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The needs of one rank: the names of the blobs, and rows of `PlannedRange`, int64."""
+    """The needs of one rank: the names of the blobs, and int64 rows of `PlannedRange`."""
 
     blobs: tuple[str, ...]
     rows: npt.NDArray[np.int64]
 
     def encode(self) -> bytes:
-        """Return the plan as bytes for the other ranks."""
+        """Return the plan as bytes for other ranks."""
         names = json.dumps(self.blobs).encode()
         return len(names).to_bytes(8, "little") + names + self.rows.tobytes()
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> ReadPlan:
-        """Return the plan from the bytes of `encode`.
+        """Return the plan encoded by `encode`.
 
         Raises:
             ValueError: The bytes are not a plan.
@@ -96,11 +96,11 @@ class ReadPlan:
 
 
 class Relayed(NamedTuple):
-    """How bytes that several hosts need get to this host, or from this host to the others.
+    """The route of bytes that several hosts need, to this host or from this host to others.
 
     Attributes:
-        member: The member that handles them, the same on each of these hosts.
-        source: The rank of another host that reads them, and passes them on to `member`; None:
+        member: The member that handles the bytes, the same on each of these hosts.
+        source: The rank of another host that reads the bytes and passes them on to `member`; None:
             `member` reads them.
         recipients: The ranks of other hosts to which `member` then passes them on.
     """
@@ -116,9 +116,9 @@ class Division:
 
     Attributes:
         alone: Jobs whose bytes no other rank needs, in their order.
-        pieces: What this member shares with others, in the common order. Pieces with takers come
-            first, then by blob and place: ranks of several hosts that pass bytes on to each other
-            use one order, so that no two wait for each other.
+        pieces: The pieces that this member shares with others, in the common order: pieces with
+            takers first, then by blob and place. Ranks of several hosts that pass bytes on to each
+            other use one order, so that no two of them wait for each other.
     """
 
     alone: tuple[FrameJob[CodecChain], ...]
@@ -129,7 +129,7 @@ class OwnPlan:
     """The plan of this rank, with the job of each row."""
 
     def __init__(self, jobs: Sequence[FrameJob[CodecChain]], *, most_bytes: int) -> None:
-        """Make the plan of `jobs`; each rank reads chunks above `most_bytes` alone."""
+        """Plan the reads of `jobs`; each rank reads chunks above `most_bytes` alone."""
         names: dict[str, int] = {}
         rows: list[PlannedRange] = []
         self._jobs: list[tuple[FrameJob[CodecChain], ByteRange]] = []
@@ -155,12 +155,13 @@ class OwnPlan:
         """Return the work of member `me`, given the needs of all members.
 
         All members compute the same result without communication. Overlapping ranges of one frame
-        are read as one, by the member with the fewest bytes so far unless `relayed` names another.
+        become one read, by the member that `relayed` names, or else by the member with the fewest
+        bytes so far.
 
         Args:
             needs: The needs of all members, including this one.
-            me: The number of this member.
-            relayed: What other hosts need too, by component, which is the number of a piece.
+            me: The index of this member.
+            relayed: The routes of components that other hosts also need, by component number.
         """
         own = needs.component_of(me)
         alone: dict[int, tuple[FrameJob[CodecChain], list[ByteRange]]] = {}
@@ -183,7 +184,7 @@ class OwnPlan:
 
 
 class HostNeeds:
-    """The needs of a host's members as components: joined overlapping ranges of one frame."""
+    """The needs of a host's members, as components: overlapping ranges of a frame, joined."""
 
     def __init__(self, plans: Sequence[ReadPlan]) -> None:
         """Join the plans of all members, in their order."""
@@ -227,7 +228,7 @@ class HostNeeds:
         """The member that reads each component; -1 if only one needs it."""
 
     def component_of(self, member: int) -> npt.NDArray[np.int64]:
-        """Return the component of each row of a member."""
+        """Return the component of each of a member's rows."""
         return self._component[self._first[member] : self._first[member + 1]]
 
     def members(self, component: int) -> list[int]:
@@ -240,12 +241,12 @@ class HostNeeds:
         return ByteRange(*map(int, self.components[component, 3:]))
 
     def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:
-        """Return the reader of each component; neighbors share one, and all read evenly.
+        """Return the reader of each component; balances bytes, and neighbors share a reader.
 
         Args:
             components: The components, in stored order.
             load: The other bytes that each member of each host reads. All of these hosts need the
-                components; their members are numbered across hosts.
+                components. Members are numbered across hosts.
         """
         length = (self.components[:, 4] - self.components[:, 3])[components]
         run_bytes = min(_RUN_BYTES, int(length.sum()) // (_RUNS * load.size))
@@ -274,14 +275,13 @@ class HostNeeds:
 
 
 def _part(job: FrameJob[CodecChain], spans: Sequence[ByteRange]) -> FrameJob[CodecChain]:
-    """Return the job for some of its ranges."""
     if job.chain is not None or len(spans) == len(job.ranges):
         return job
     return replace(job, ranges=tuple(spans))
 
 
 def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[CodecChain]:
-    """Return one job that does the work of `jobs`, of the same frame, on the bytes of `span`."""
+    """Return one job that does the work of `jobs`, all of one frame, on the bytes of `span`."""
     first = jobs[0]
     return replace(
         first,
@@ -292,7 +292,7 @@ def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[C
 
 
 def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit digest of each component's bytes, its members, and the member count."""
+    """Return a 64-bit digest per component of its bytes, its members and the member count."""
     digests = (blake2b(name.encode(), digest_size=8).digest() for name in needs.blobs)
     names = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
     columns = needs.components.astype(np.uint64)
@@ -304,19 +304,19 @@ def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
 
 
 def bucket_digests(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Return a digest for each bucket; 0 for an empty one."""
+    """Return one digest per bucket; 0 for an empty bucket."""
     sums = np.zeros(_BUCKETS, np.uint64)
     np.add.at(sums, _buckets(numbers), _mixed(numbers))
     return (sums >> _HALF).astype(np.uint32)
 
 
 def encode_digests(digests: npt.NDArray[np.uint32]) -> bytes:
-    """Return the digests for a post, at most about 32 KiB."""
+    """Return the digests as bytes for a post, at most about 32 KiB."""
     return compress(digests.astype("<u4").tobytes())
 
 
 def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
-    """Return the digests from the bytes of `encode_digests`.
+    """Return the digests encoded by `encode_digests`.
 
     Raises:
         FormatError: The bytes are not digests.
@@ -329,11 +329,11 @@ def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
 def hosts_together(
     sets: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Return the hosts, at most `MOST_HOSTS`, that share with that of `rank`, and its place there.
+    """Return the group of at most `MOST_HOSTS` hosts around `rank`, and its host's place in it.
 
     Args:
         sets: The ranks of each host, the same on every rank.
-        rank: A rank, which is in one of them.
+        rank: A rank in one of the sets.
     """
     here = next(number for number, ranks in enumerate(sets) if rank in ranks)
     first = here // MOST_HOSTS * MOST_HOSTS
@@ -346,11 +346,11 @@ def relayed(
     hosts: Sequence[tuple[int, ...]],
     here: int,
 ) -> dict[int, Relayed]:
-    """Return how components that several hosts need get from one of them to the others.
+    """Return the route of each component that several hosts need.
 
     All hosts that need a component compute the same result without communication. The host with the
-    fewest bytes so far reads it, by one of the members that need it; the same member of each other
-    host gets it.
+    fewest bytes so far reads the component, by one of the members that need it. The same member of
+    each other host receives it.
 
     Args:
         needs: The needs of this host.
@@ -359,7 +359,7 @@ def relayed(
         here: The place of this host.
 
     Returns:
-        The transfer of each component that other hosts need too.
+        The route of each component that other hosts also need.
     """
     numbers = component_numbers(needs)
     found: dict[int, Relayed] = {}
@@ -386,7 +386,7 @@ def _sets(
     hosts: Sequence[tuple[int, ...]],
     here: int,
 ) -> dict[tuple[int, ...], list[int]]:
-    """Return the components of this host by the hosts that need them too, in one order."""
+    """Return this host's components by the set of hosts that need them, in one order."""
     own = bucket_digests(numbers)
     # With another member count, digests are equal only by chance.
     alike = [h for h in sorted(digests) if len(hosts[h]) == needs.member_count and h != here]
@@ -409,7 +409,7 @@ def _buckets(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return mixed numbers, each bit depending on all bits: the finalizer of splitmix64."""
+    """Return each number with all its bits mixed: the finalizer of splitmix64."""
     found = numbers + np.uint64(0x9E3779B97F4A7C15)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

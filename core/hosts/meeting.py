@@ -1,8 +1,8 @@
-"""The meeting of a host's ranks, which exchange plans, windows and sockets.
+"""A meeting of a host's ranks, which exchange plans, windows and sockets.
 
-The first rank listens on a socket of the abstract namespace, which leaves nothing behind. It sends
-each rank the plans and windows of all, and a socket to each other rank. All get the same or
-nothing, so all divide the reads the same way.
+The first rank listens on a socket of the abstract namespace, which leaves no file. It sends each
+rank the plans and windows of all ranks, and a socket to each other rank. Either all ranks get the
+same data or none gets any, so all divide the reads the same way.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CLOSED_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a rank receives from the others.
+    """The plans, windows and sockets that a rank receives from the others.
 
     Attributes:
         plans: The plans of all ranks, including this one, in the order of ranks.
-        window: The memory of this rank that the others see, not allocated yet.
+        window: This rank's memory that the others see, not allocated yet.
         window_fd: The file of that memory.
-        others: For each other rank its place in that order, a socket to it, and its window.
+        others: For each other rank, its place in that order, a socket to it, and its window.
     """
 
     plans: tuple[ReadPlan, ...]
@@ -53,7 +53,8 @@ class Met:
     def allocate(self, size_bytes: int) -> None:
         """Allocate the first bytes of the window.
 
-        Call it before touching them: if memory is short then, the kernel kills the process.
+        Called before these bytes are touched: without enough memory, touching them kills the
+        process.
 
         Raises:
             OSError: There is not enough memory.
@@ -61,7 +62,7 @@ class Met:
         os.posix_fallocate(self.window_fd, 0, min(size_bytes, len(self.window)))
 
     def part(self) -> None:
-        """Leave the others; they keep their mappings. Idempotent."""
+        """Leave the meeting; the other ranks keep their mappings. Idempotent."""
         for _, line, window in self.others:
             line.close()
             _unmap(window)
@@ -78,11 +79,11 @@ class Meeting:
         """Prepare.
 
         Args:
-            secret: Known only to the ranks of this job; a new one for each meeting.
+            secret: Known only to the ranks of this job; new for each meeting.
             ranks: The ranks that meet, at least two.
             rank: This rank.
             window_bytes: Size of each window, in whole pages.
-            timing: Sets how often a rank looks for the others.
+            timing: Sets how often a rank checks for the others.
         """
         seed = f"{secret}/{ranks[0]}".encode()
         self._token = hashlib.blake2b(seed, digest_size=_TOKEN_BYTES, person=b"token").digest()
@@ -94,14 +95,14 @@ class Meeting:
         self._timing = timing
 
     def hold(self, plan: ReadPlan, gives_up: Callable[[], bool]) -> Met | None:
-        """Meet the others.
+        """Exchange plans, windows and sockets with the other ranks.
 
         Args:
-            plan: What this rank needs.
-            gives_up: Returns whether this rank stops waiting for them; called repeatedly.
+            plan: The reads that this rank needs.
+            gives_up: Returns whether this rank stops waiting for the others; called repeatedly.
 
         Returns:
-            The plans of the others, and the connections to them; None if they did not come.
+            The plans of the others, and the connections to them; None if not all ranks came.
 
         Raises:
             OSError: This process cannot get a socket or shared memory.
@@ -162,7 +163,7 @@ class Meeting:
     def _welcome(
         self, line: socket.socket, held: dict[int, list[int]], fds: ExitStack
     ) -> int | None:
-        """Receive plan and window of a rank, and return its place; None for a stranger."""
+        """Receive the plan and window of a rank, and return its place; None for a stranger."""
         with suppress(OSError):
             data, got, _, _ = socket.recv_fds(line, _HELLO.size, 2, _CLOSED_ON_EXEC)
             for fd in got:
@@ -234,7 +235,7 @@ class Meeting:
         return Met(read, own, window_fd, tuple(ways))
 
     def _ready(self, lines: Sequence[socket.socket]) -> list[socket.socket]:
-        """Wait a moment for data; return those of `lines` that have some."""
+        """Wait briefly for data; return those of `lines` that have data."""
         poller = select.poll()
         by_fd = {line.fileno(): line for line in lines}
         for fd in by_fd:
@@ -243,7 +244,7 @@ class Meeting:
 
 
 def _new_socket() -> socket.socket:
-    """Return a non-blocking socket: the other end may be stopped, or a stranger."""
+    """Return a non-blocking socket, because the peer may be stopped or a stranger."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.settimeout(0)
     return line
@@ -262,7 +263,7 @@ def _user_of(line: socket.socket) -> int:
 
 
 def _room(size: int, fds: ExitStack) -> int:
-    """Return memory of a fixed size that other processes can map, not allocated yet.
+    """Return memory of a fixed size that other processes can map, without allocating it.
 
     The size is fixed because an access beyond the end of a file kills the process.
     """

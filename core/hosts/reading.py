@@ -1,4 +1,4 @@
-"""Reads what one rank needs of a checkpoint, together with the other ranks of the job.
+"""Reads the data that one rank needs of a checkpoint, together with the job's other ranks.
 
 Tested in `tests/integration/ranks/test_host_reading.py` and `test_job_reading.py`.
 """
@@ -55,7 +55,7 @@ _LEAST_WINDOW_BYTES = 32 << 20
 _PHASES_BYTES = 16 * PAGE_BYTES
 _PIECES_PER_WINDOW = 2
 # A share of the time after which a rank counts as stuck: a rank that waits for another in vain, and
-# then reads alone, must not be taken for dead itself.
+# then reads alone, must not itself count as dead.
 _PATIENCE = 1 / 2
 # Less between hosts: the ranks of this host meanwhile wait for the bytes to be passed on.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4
@@ -63,11 +63,11 @@ _NOT_HERE = b"-"  # instead of an address or digests: this rank takes no part
 
 
 class Sharing(NamedTuple):
-    """What ranks read once and pass on; the same on all ranks of a restore.
+    """The reads that ranks do once and share; the same on all ranks of a restore.
 
     Attributes:
-        per_host: Whether one rank reads what several ranks of a host need.
-        per_job: Whether one host reads what several hosts need.
+        per_host: Whether one rank reads the bytes that several ranks of a host need.
+        per_job: Whether one host reads the bytes that several hosts need.
     """
 
     per_host: bool = True
@@ -75,10 +75,10 @@ class Sharing(NamedTuple):
 
 
 class JobReading:
-    """This rank's part in one restore of the ranks of a job.
+    """This rank's part in one restore by the ranks of a job.
 
-    Each rank calls `share` once. A rank that the others do not hear from reads alone, and so do
-    they: no rank ever depends on one that fails.
+    Each rank calls `share` once. If a rank does not report, it and the ranks that would share with
+    it read alone. So no rank ever depends on a failed rank.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class JobReading:
         """Prepare; send nothing.
 
         Args:
-            session: The round of the restore. If it has news before this rank has restored, another
-                rank has failed.
-            sharing: What to read once.
-            network: The network between hosts, `10.1.0.0/16`; None: the one that leads to the
-                store of the job.
+            session: The round of the restore. News in it before this rank has restored means that
+                another rank has failed.
+            sharing: The reads to do once.
+            network: The network between hosts, such as `10.1.0.0/16`; None: the network that leads
+                to the job's store.
         """
         self._session = session
         self._group = session.group
@@ -99,16 +99,16 @@ class JobReading:
         self._network = network
 
     def announce(self) -> None:
-        """Report this rank's host to rank 0, before it plans; if that fails, `share` reports it."""
+        """Report this rank's host to rank 0 before planning; on failure, `share` reports it."""
         if self._sharing.per_host:
             with suppress(CoordinationError):
                 Census.announce(self._group)
 
     def share(self, jobs: Sequence[FrameJob[CodecChain]]) -> SharedReading | None:
-        """Agree with the other ranks on the reads of each.
+        """Agree with the other ranks on which rank reads which bytes.
 
         Args:
-            jobs: What this rank needs, possibly nothing.
+            jobs: The reads that this rank needs, possibly none.
 
         Returns:
             The shared reading; None if this rank reads alone.
@@ -186,7 +186,7 @@ class JobReading:
         sets: Sequence[tuple[int, ...]],
         opened: ExitStack,
     ) -> Ways | None:
-        """Agree with other hosts on the reads of each; None if this host continues alone."""
+        """Agree with other hosts on which host reads what; None if this host reads alone."""
         hosts, place_here = hosts_together(sets, self._group.place.rank)
         if len(hosts) == 1:
             return None
@@ -233,9 +233,9 @@ class JobReading:
         return Ways(relayed(needs, digests_of, hosts, here), addresses, relay)
 
     def _listen(self) -> Relay | None:
-        """Listen for other hosts; None if this rank cannot.
+        """Listen for other hosts. Return None, after a warning, if this rank cannot.
 
-        Then it logs a warning, takes nothing from other hosts, and passes nothing on.
+        Such a rank receives no bytes from other hosts, and passes none on.
         """
         group = self._group
         try:
@@ -259,9 +259,9 @@ class Ways(NamedTuple):
     """The connections between this host and others.
 
     Attributes:
-        relayed: By component, how bytes that other hosts need too get there.
-        addresses: The addresses of the ranks that this rank exchanges bytes with.
-        relay: Transfers the bytes; None: this rank cannot listen, and takes no part.
+        relayed: The routes of bytes that other hosts also need, by component.
+        addresses: The addresses of the ranks that exchange bytes with this rank.
+        relay: Transfers the bytes; None: this rank cannot listen and takes no part.
     """
 
     relayed: Mapping[int, Relayed]
@@ -270,7 +270,7 @@ class Ways(NamedTuple):
 
 
 class SharedReading:
-    """The bytes that one rank reads for itself and for others, and takes from others."""
+    """The bytes that one rank reads for itself and for others, and receives from others."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class SharedReading:
         """Prepare; see `JobReading.share`.
 
         Raises:
-            OSError: This process is out of descriptors.
+            OSError: This process is out of file descriptors.
         """
         # Not a method: the relay would hold this object, and so keep the window alive.
         self._ended: Callable[[], bool] = lambda: session.has_news
@@ -319,11 +319,11 @@ class SharedReading:
         """The stored bytes that ranks of other hosts have read for this rank."""
 
     def run(self, loader: Loader, progress: Callable[[int], None] | None = None) -> LoadStats:
-        """Read everything; as `Loader.run`.
+        """Read everything, as `Loader.run` does.
 
         Raises:
             RoundOverError: Another rank has failed.
-            BaseException: As `Loader.run`.
+            BaseException: As in `Loader.run`.
         """
         self._progress = progress
         ways = self._ways
@@ -344,7 +344,7 @@ class SharedReading:
         return stats
 
     def _relayed(self, ways: Ways, together_bytes: int) -> Iterator[RelayedBytes]:
-        """Yield the stored bytes that this rank takes from other hosts, or passes on to them.
+        """Yield the stored bytes that this rank receives from other hosts, or passes on to them.
 
         Ranks without an address take no part: this rank reads their share. Each host reads chains
         of more than `together_bytes` itself.
@@ -369,7 +369,6 @@ class SharedReading:
     def _begins(
         self, relay: Relay, relayed_bytes: Sequence[RelayedBytes], ways: Ways, loader: Loader
     ) -> bool:
-        """Start the relay; return whether that worked."""
         # Below the store's limit too: a rank that waits for another does not hang itself.
         limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
@@ -385,7 +384,7 @@ class SharedReading:
         return True
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
-        """Read everything by `loader`, and by `alone` what others did not lend."""
+        """Read everything with `loader`; read with `alone` the pieces that others did not lend."""
         # Not kept: the exchange refers to this object, and a cycle would keep the window alive.
         stats, exchange, self._exchange = LoadStats(), self._exchange, None
         if exchange is None or self._met is None:
@@ -425,7 +424,7 @@ class SharedReading:
         relay: Relay | None,
         progress: Callable[[int], None],
     ) -> Sequence[FrameJob[CodecChain]]:
-        """Read what others need too; return what could not be lent, which has yet to be read."""
+        """Read the pieces that others also need; return those not lent, which are unread."""
         if not self._own:
             return ()
         assert self._met is not None
@@ -456,7 +455,7 @@ def _address_in(data: bytes) -> tuple[str, int]:
     """Return the address that another rank has posted.
 
     Raises:
-        ValueError: It is not an address.
+        ValueError: The data is not an address.
     """
     try:
         address, port = json.loads(data)

@@ -1,13 +1,12 @@
-"""Passes stored bytes on to ranks of other hosts, and takes theirs, in one restore.
+"""Passes stored bytes on to ranks of other hosts, and receives theirs, in one restore.
 
 Each rank serves the bytes that it reads for others (`blob_http`) while the batch that read them is
-under way. The batch ends after all have taken them, so no memory is needed besides the batches.
-Two rules make it safe:
+in flight. The batch ends after all recipients have received the bytes, so only the batches need
+memory. Two rules make it safe:
 
-* bytes from another rank are not trusted: the rank that takes them compares them with the
-  checksums of the checkpoint;
-* a rank that dies closes its connections, and a rank that is silent for too long is given up: its
-  connection is closed, so that nothing can come later, and the ranks that wait for it read alone.
+* A rank does not trust bytes from another rank. It compares them with the checkpoint's checksums.
+* A rank that dies closes its connections. A rank that is silent for too long is given up: its
+  connection is closed, so that no bytes can arrive later. The ranks that wait for it read alone.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class RelayedBytes(NamedTuple):
     """Stored bytes that cross the network.
 
     Attributes:
-        place: Where they are stored.
-        source: The rank that passes them on to this rank; None: this rank reads them.
-        recipients: The ranks to which this rank then passes them on.
+        place: The stored range.
+        source: The rank that passes the bytes on to this rank; None: this rank reads them.
+        recipients: The ranks to which this rank then passes the bytes on.
     """
 
     place: BlobRange
@@ -56,7 +55,7 @@ class RelayedBytes(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A rank that reads for this rank; the pool has one thread, so requests keep their order."""
+    """A rank that reads for this rank; its pool has one thread, so requests keep their order."""
 
     client: BlobClient
     quiet: Watchdog
@@ -67,7 +66,7 @@ class _Source:
 
 @dataclass(eq=False, slots=True)
 class _Recipient:
-    """A rank that this rank reads for, and how many offers wait for it."""
+    """A rank that this rank reads for, and the number of offers that wait for it."""
 
     quiet: Watchdog
     waited: int = 0
@@ -78,10 +77,10 @@ class Offer:
     """Bytes for other ranks.
 
     Attributes:
-        place: Where they are stored.
+        place: The stored range.
         data: The bytes.
-        left: The ranks that have not taken them.
-        sending: The ranks in `left` to which they are being sent.
+        left: The ranks that have not received the bytes.
+        sending: The ranks in `left` to which the bytes are being sent.
     """
 
     place: BlobRange
@@ -93,20 +92,20 @@ class Offer:
 class Relay:
     """One rank's part in the relay. Thread-safe.
 
-    The rank listens from the start; `start` receives what it offers and takes.
+    The rank listens from construction on. `start` gets the bytes that it will offer and receive.
     """
 
     def __init__(self, secret: bytes, rank: int, address: str, timing: Timing) -> None:
         """Listen.
 
         Args:
-            secret: Known only to the ranks of this job; a new one for each restore.
+            secret: Known only to the ranks of this job; new for each restore.
             rank: This rank.
-            address: Where to listen.
+            address: The address to listen on.
             timing: Sets how often a waiting thread checks (`poll_s`).
 
         Raises:
-            OSError: There is no such address here, or no socket.
+            OSError: This host lacks the address, or no socket is available.
         """
         self._secret = secret
         self._rank = rank
@@ -129,7 +128,7 @@ class Relay:
 
     @property
     def at(self) -> tuple[str, int]:
-        """The address and the port at which this rank listens."""
+        """The address and the port on which this rank listens."""
         host, port, *_ = self._server.server_address
         return str(host), int(port)
 
@@ -141,15 +140,15 @@ class Relay:
         patience_s: float,
         ended: Callable[[], bool],
     ) -> None:
-        """Connect to all ranks that read for this rank, and serve what it will offer.
+        """Connect to all ranks that read for this rank, and serve the bytes that it will offer.
 
-        Connects to all at once: unreachable ranks cost one wait together.
+        Connects to all at the same time, so that unreachable ranks cost only one wait.
 
         Args:
-            relayed: What this rank takes, and all that it is going to offer or refuse.
-            addresses: Where other ranks listen.
-            patience_s: How long to wait for a rank that does nothing.
-            ended: Returns whether the ranks have given up the restore: no rank waits then.
+            relayed: The bytes that this rank receives, and all that it will offer or refuse.
+            addresses: The addresses on which other ranks listen.
+            patience_s: The longest wait for a rank without activity.
+            ended: Returns whether the ranks have given up the restore, which ends all waits.
 
         Raises:
             OSError: This process cannot get a socket.
@@ -170,11 +169,11 @@ class Relay:
         self._server.start(patience_s)
 
     def fetch(self, rank: int, request: ReadRequest) -> Future[None]:
-        """Read what another rank offers, in the order of the calls for each rank.
+        """Read bytes that another rank offers; calls for one rank complete in order.
 
         Returns:
             A future that fails with `BlobNotFoundError` if that rank refuses, and with a
-            StorageError if it is lost.
+            StorageError if that rank is lost.
         """
         source = self._sources[rank]
         if self.is_over:
@@ -190,7 +189,7 @@ class Relay:
         return future
 
     def offer(self, place: BlobRange, recipients: Iterable[int], data: memoryview) -> Offer:
-        """Pass bytes on; they must not change until the offer's `left` is empty."""
+        """Offer bytes to recipients; they must stay unchanged until the offer's `left` is empty."""
         with self._changed:
             self._to_come[place] -= 1
             offer = Offer(place, data, {rank for rank in recipients if rank in self._recipients})
@@ -203,13 +202,13 @@ class Relay:
         return offer
 
     def refuse(self, place: BlobRange) -> None:
-        """Make the recipients of bytes read them themselves."""
+        """Make the recipients of these bytes read them from the store."""
         with self._changed:
             self._to_come[place] -= 1
             self._changed.notify_all()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait for other ranks, and give up ranks that do nothing for too long."""
+        """Wait for other ranks; give up those without activity for too long."""
         pause_s = min(self._timing.poll_s, self._patience_s * _MOST_ASLEEP)
         clock = self._timing.clock
         while True:
@@ -221,13 +220,13 @@ class Relay:
             self._look(clock.monotonic_s() - began_s)
 
     def warn(self, message: str) -> None:
-        """Warn once, since one cause may have many effects."""
+        """Warn once, because one cause may have many effects."""
         level = logging.DEBUG if self._warned or self.is_over else logging.WARNING
         log.log(level, "read_once_per_job: %s", message)
         self._warned = True
 
     def give_up(self, failure: BaseException | None = None) -> None:
-        """Make the ranks that wait for this rank continue alone; returns at once.
+        """Make the ranks that wait for this rank continue alone. Returns at once.
 
         Args:
             failure: The reason; None: this rank continues without the relay.
@@ -241,9 +240,9 @@ class Relay:
             self._drop(rank)
 
     def close(self) -> None:
-        """Stop taking and passing on bytes; returns when no target is written to any longer.
+        """Stop receiving and passing on bytes; return once no thread writes to a target any more.
 
-        Leaves only hanging threads behind, after `Timing.interrupt_s`.
+        After `Timing.interrupt_s`, abandons threads that hang.
         """
         self.give_up()
         if self._closed:
@@ -286,7 +285,7 @@ class Relay:
         return next((o for o in known if rank in o.left and rank not in o.sending), None)
 
     def _take(self, rank: int, offer: Offer) -> None:
-        """Note that a rank no longer needs an offer."""
+        """Record that a rank no longer needs an offer."""
         offer.left.discard(rank)
         if rank in self._recipients:
             self._recipients[rank].waited -= 1
@@ -299,7 +298,7 @@ class Relay:
             self._recipients[rank].quiet.moved()
 
     def _drop(self, rank: int, why: str = "it has closed its connection") -> None:
-        """Offer nothing more to a rank; bytes being sent to it are free once sending has failed."""
+        """Stop offering to a rank; bytes in flight to it are free once their sending fails."""
         with self._changed:
             recipient = self._recipients.pop(rank, None)
             for offer in [offer for offers in self._offers.values() for offer in offers]:
@@ -319,7 +318,7 @@ class Relay:
             self._changed.notify_all()
 
     def _look(self, taken_s: float) -> None:
-        """Give up ranks that were silent for too long, `taken_s` after the last check."""
+        """Give up ranks that were silent too long; `taken_s` is the time since the last check."""
         if self._ended():
             self.give_up()
         late = f"it did nothing for {self._patience_s:g} s: does a firewall stop it?"
@@ -342,10 +341,10 @@ class Relay:
 
 
 class RelayedStore(DelegatingBackend):
-    """Reads as `inner`, but takes from other ranks what they read, and passes on what it reads.
+    """Reads like `inner`, but exchanges bytes with other ranks instead of reading them twice.
 
-    Only `submit_read` does so. `read` reads from the store: it is called if received bytes are
-    wrong. Bytes that another rank does not pass on are read from the store too. The first of
+    Only `submit_read` exchanges bytes. `read` reads from the store: a reader calls it when received
+    bytes are wrong. Bytes that another rank does not pass on also come from the store. The first of
     `tiers` is the store again, for a reader that finds received bytes damaged.
     """
 
@@ -355,10 +354,10 @@ class RelayedStore(DelegatingBackend):
         """Wrap `inner`; closing the wrapper closes `inner`.
 
         Args:
-            inner: The store.
-            relay: Connects to the other ranks.
-            relayed: What crosses the network, in reading order. Bytes that several frames are
-                decoded with are listed several times.
+            inner: The store to read from.
+            relay: The connections to the other ranks.
+            relayed: The bytes that cross the network, in reading order. Bytes that several frames
+                need for decoding are listed once per frame.
         """
         super().__init__(inner)
         self._relay = relay
@@ -372,7 +371,7 @@ class RelayedStore(DelegatingBackend):
         """The bytes that came from other ranks, not from the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read as the contract says; done when the ranks that need the bytes have them too."""
+        """Read as the contract requires; done once the recipients of the bytes have them too."""
         fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
         offered: list[tuple[ReadRequest, RelayedBytes]] = []
@@ -394,11 +393,11 @@ class RelayedStore(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The store again, for bytes from other ranks; then the store's own tiers."""
+        """The store again, for damaged bytes from other ranks; then the store's own tiers."""
         return Tier("", _StoreAgain(self)), *super().tiers
 
     def forget(self, request: ReadRequest) -> int | None:
-        """Note that bytes are read from the store; return the rank that they came from."""
+        """Count bytes as read from the store; return the rank that had sent them, if any."""
         with self._lock:
             ranks = self._received.get(_place(request))
             if not ranks:
@@ -412,7 +411,7 @@ class RelayedStore(DelegatingBackend):
         fetched: Sequence[tuple[ReadRequest, int, Future[None]]],
         offered: Sequence[tuple[ReadRequest, RelayedBytes]],
     ) -> None:
-        """Read one batch, and return when everything is here and passed on."""
+        """Read one batch; return when all its bytes are here and passed on."""
         error = self._read_stored(stored)
         offers = []
         for request, one in offered:
@@ -446,7 +445,7 @@ class RelayedStore(DelegatingBackend):
         except (BlobNotFoundError, BlobTruncatedError) as error:
             return error
         except BaseException as error:  # noqa: BLE001 - the future raises it
-            self._relay.give_up(error)  # no rank must wait for this one, nor it for others
+            self._relay.give_up(error)  # this rank and the others must not wait for each other
             return error
         return None
 
@@ -463,7 +462,7 @@ class RelayedStore(DelegatingBackend):
 
 
 class _StoreAgain(DelegatingBackend):
-    """The store itself, for damaged bytes from another rank."""
+    """The store itself, in place of damaged bytes from another rank."""
 
     name: ClassVar[str] = "relayed"
 
@@ -472,10 +471,10 @@ class _StoreAgain(DelegatingBackend):
         self._relayed = relayed
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read bytes that another rank has passed on.
+        """Read from the store bytes that another rank passed on.
 
         Raises:
-            StorageError: They came from the store before.
+            StorageError: The bytes had come from the store.
         """
         for request in requests:
             rank = self._relayed.forget(request)

@@ -1,4 +1,4 @@
-"""A read-only backend over one entry of a log: its files are ranges of a segment."""
+"""A read-only backend over entries of a log: their files are ranges of segments."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class EntryBackend(Backend):
-    """Shows the files of an entry as blobs and records; closing it leaves the store open."""
+    """Shows the files of entries as blobs and records; closing it leaves the store open.
+
+    Each entry is a checkpoint of another step and uid, so all names differ.
+    """
 
     name: ClassVar[str] = "log entry"
 
-    def __init__(
-        self, store: Backend, segment: str, files: Mapping[str, tuple[int, int]], /
-    ) -> None:
-        """Show `files`, each with offset in the segment and length."""
+    def __init__(self, store: Backend, files: Mapping[str, tuple[str, int, int]], /) -> None:
+        """Show `files`, each with its segment, offset and length."""
         self._store = store
-        self._segment = segment
         self._files = files
 
     @property
     def url(self) -> str:
-        """The URL of the segment."""
-        return f"{self._store.url}/{self._segment}"
+        """The URL of the store."""
+        return self._store.url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -51,7 +51,7 @@ class EntryBackend(Backend):
         self._refuse(" ".join(names))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read from the segment."""
+        """Read from the segments."""
         self._store.read([self._moved(request) for request in requests])
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
@@ -73,21 +73,22 @@ class EntryBackend(Backend):
         return [self.stat(name) for name in sorted(self._files) if name.startswith(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return the size of a file, and the time of the segment."""
-        return BlobInfo(name, self._place(name)[1], self._store.stat(self._segment).modified_s)
+        """Return the size of a file, and the time of its segment."""
+        segment, _, length = self._place(name)
+        return BlobInfo(name, length, self._store.stat(segment).modified_s)
 
     def _moved(self, request: ReadRequest) -> ReadRequest:
-        offset, length = self._place(request.name)
+        segment, offset, length = self._place(request.name)
         if request.offset < 0 or request.offset + memoryview(request.target).nbytes > length:
-            msg = f"{request.name} in {self.url} has {length} bytes"
+            msg = f"{request.name} in {self.url}/{segment} has {length} bytes"
             raise BlobTruncatedError(msg)
-        return ReadRequest(self._segment, offset + request.offset, request.target)
+        return ReadRequest(segment, offset + request.offset, request.target)
 
-    def _place(self, name: str) -> tuple[int, int]:
+    def _place(self, name: str) -> tuple[str, int, int]:
         try:
             return self._files[name]
         except KeyError:
-            msg = f"{name} does not exist in {self.url}"
+            msg = f"{name} does not exist in the log under {self.url}"
             raise BlobNotFoundError(msg) from None
 
     def _refuse(self, name: str) -> NoReturn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from dataclasses import dataclass, replace
 from queue import Queue
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.config.model import load_config
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
-from penstock.core.format.segment import FIRST, log_prefix
+from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
+from penstock.core.log.proof import RefutedError, begin_proof
+from penstock.core.log.recut import cuts_of
 from penstock.core.log.replayed import digest_of, stored_step
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.recut import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tree.describe import Description
@@ -58,7 +62,10 @@ log = logging.getLogger("penstock")
 STATE, STEPS, OPTIONS = "state", "steps", "options"
 """The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
 
-_DIGEST_EVERY = 64  # entries; the first has one, so that a wrong engine shows at the first replay
+# The first entry has a digest, so that a wrong engine shows at the first replay. Then as many have
+# one as take this share of the time, and at least every 64th.
+_DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
+_DIGEST_FREE_S = 0.0005  # a digest that takes less is always taken
 
 
 class CopiedSource(ByteSource):
@@ -120,10 +127,11 @@ class Recorder:
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._watch = StepWatch(registry.replayer)
+        self._watch = StepWatch(registry.replayer, begin_proof)
         self._logs: list[_Log] = []
         self._last = -1
-        self._logged = 0
+        self._skipped = _DIGEST_EVERY  # entries without a digest
+        self._digested_s = self._digest_s = 0.0  # time of the last digest, and how long it took
         self._writing: _Writing | None = None
         self._known = Known()
         # The memory and version of each parameter that no optimizer changes, as the log has it, and
@@ -133,6 +141,7 @@ class Recorder:
         self._rounded = self._warned = ""  # why no log follows the last save; what a warning named
         self.place = 0, 1
         """The rank and the number of ranks."""
+        self._refuted = ""  # why no step of this process can be replayed
         self.ended = "no checkpoint was saved or restored yet"
         """Why steps are not logged; empty while they are."""
 
@@ -169,10 +178,17 @@ class Recorder:
             self._drop(self._logs)
         if self.ended:
             self._drop(self._logs)
-        self._begin(_Log(uid, step, self._writer(uid, FIRST), committed), state)
+        writer = self._writer(uid, uid[: len(NO_SESSION)], FIRST)  # all ranks have this uid
+        self._begin(_Log(uid, step, writer, committed), state)
 
     def begin_after_restore(
-        self, uid: str, step: int, state: Mapping[str, Any], *, previous: bytes = FIRST
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        session: str,
+        previous: bytes = FIRST,
     ) -> None:
         """Log from now on what follows a restored step.
 
@@ -180,13 +196,14 @@ class Recorder:
             uid: The uid of the checkpoint.
             step: The restored step.
             state: The state tree.
+            session: See `EntryHeader`.
             previous: The digest of the entry that was replayed last.
         """
         self._drop(self._logs)
         self._stored.clear()
         # A run that has a log will have one again: the next save must not be its first call.
         self._watch.keeps = self._watch.keeps or previous != FIRST
-        self._begin(_Log(uid, step, self._writer(uid, previous)), state)
+        self._begin(_Log(uid, step, self._writer(uid, session, previous)), state)
 
     def skipped(self, state: Mapping[str, Any], step: int) -> None:
         """Log a step whose save was skipped, if steps are logged."""
@@ -223,14 +240,22 @@ class Recorder:
         self._last = number
         return not self.ended
 
-    def end(self, reason: str) -> None:
-        """End the log: training continues, and the next save begins a new one."""
+    def end(self, reason: str, *, refuted: bool = False) -> None:
+        """End the log; training continues.
+
+        Args:
+            reason: Why it ends.
+            refuted: Whether no later step can be logged either; else the next save begins a log.
+        """
         if not self.ended:
             self.ended = reason
+            self._refuted = reason if refuted else ""
             log.warning(
-                "the log of gradients ends after step %d: %s. The next save begins a new one.",
-                self._last, reason,
-            )  # fmt: skip
+                "the log of gradients ends after step %d: %s. %s",
+                self._last,
+                reason,
+                "This process logs no more." if refuted else "The next save begins a new one.",
+            )
 
     def replaced(self, step: int) -> None:
         """End the log if it continues the checkpoint of `step`, which is deleted or compacted."""
@@ -257,15 +282,17 @@ class Recorder:
         if self._writing is not None:
             self._writing.flush()
 
-    def _writer(self, uid: str, previous: bytes) -> SegmentWriter:
+    def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
-        return SegmentWriter(self._backend, uid, rank, world_size, previous=previous)
+        return SegmentWriter(
+            self._backend, uid, rank, world_size, session=session, previous=previous
+        )
 
     def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
         self._last = begun.step
-        self._logged = 0
-        self.ended = self._rounded = ""
+        self._skipped = _DIGEST_EVERY
+        self.ended, self._rounded = self._refuted, ""
         if "torch" in sys.modules:
             optimizers = optimizers_of(state, self._registry).values()
             self._watch.start(optimizers)
@@ -311,10 +338,7 @@ class Recorder:
             self._watch.check()
         finally:
             self._watch.clear()
-        for step in steps:
-            if self._logged % _DIGEST_EVERY == 0:
-                step.digest = digest_of(step.optimizer)
-        self._logged += 1
+        self._digest(steps)
         optimizers = optimizers_of(state, self._registry)
         known = Known(self._known)
         description = describe_tree(
@@ -328,7 +352,7 @@ class Recorder:
         strangers += [s.optimizer for s in steps if id(s.optimizer) not in paths]
         named = [(paths[id(s.optimizer)], s) for s in steps if id(s.optimizer) in paths]
         options = {path: options_of(optimizer) for path, optimizer in optimizers.items()}
-        claimed = storages_of(optimizers.values())
+        claimed = self._watch.claimed()
         memories = (e.source.memory for e in description.entries if isinstance(e, StateObject))
         inside = claimed | {memory.storage for memory in memories if memory is not None}
         for optimizer in strangers:
@@ -339,6 +363,20 @@ class Recorder:
         rest = self._rest(description, claimed, roots)
         self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
+
+    def _digest(self, steps: Sequence[LoggedStep]) -> None:
+        """Take digests, as often as they take a small share of the time of training.
+
+        A digest finds changes that leave no mark, such as those through `Tensor.data`.
+        """
+        now = time.monotonic()
+        self._skipped += 1
+        pause_s = self._digest_s / _DIGEST_SHARE if self._digest_s > _DIGEST_FREE_S else 0.0
+        if now < self._digested_s + pause_s and self._skipped < _DIGEST_EVERY:
+            return
+        for step in steps:
+            step.digest = digest_of(step.optimizer)
+        self._skipped, self._digested_s, self._digest_s = 0, now, time.monotonic() - now
 
     def _rest(
         self, description: Description, claimed: Collection[int], roots: Collection[ObjectPath]
@@ -430,10 +468,11 @@ class _Writing:
                 "mode": "blocking",
                 "allow_pickle": config.allow_pickle,
                 "chunk_bytes": config.chunk_bytes,
-                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["floatsplit"]}],
+                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
             }
         )
         self._registry = registry
+        self._cuts: dict[object, Cut] = {}
         self._staging = KeptStaging(self._config, workers, Pending())
         self._thread = workers.spawn("log", self._run)
 
@@ -462,7 +501,7 @@ class _Writing:
             except BaseException as error:  # noqa: BLE001 - recorded: training continues
                 for writer in work[1]:
                     writer.end()  # a later entry would follow a gap
-                self._recorder.end(str(error))
+                self._recorder.end(str(error), refuted=isinstance(error, RefutedError))
             del work
             self._queue.task_done()
 
@@ -471,9 +510,19 @@ class _Writing:
         for writer in writers:
             writer.append(entry.step, files, sync_every=1)
 
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
+
     def _encode(self, entry: _Entry) -> dict[str, bytes]:
         """Save an entry in memory; return its files."""
-        steps = [stored_step(step, path) for path, step in entry.steps]
+        steps = [stored_step(step, path, self._cut_of) for path, step in entry.steps]
+        for (_, step), stored in zip(entry.steps, steps, strict=True):
+            if step.proof is not None:
+                step.proof.check(step.replayer, stored)
         description = describe_tree(
             {STEPS: steps, OPTIONS: entry.options},
             providers=self._registry.providers,

@@ -5,9 +5,9 @@ Tested in `tests/integration/log/test_replay.py`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
@@ -15,17 +15,29 @@ import xxhash
 from penstock.core.log.steps import NotLoggedError, local_of, tensors_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.log.recut import Cut
     from penstock.core.log.steps import LoggedStep
 
 
-def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
+CUT = "cut"
+"""The key of the engine line that differs on ranks that hold other parts of the parameters."""
+
+
+def stored_step(
+    step: LoggedStep, path: str, cut_of: Callable[[Any], Cut] | None = None
+) -> dict[str, Any]:
     """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
+
+    Args:
+        step: The step.
+        path: The path of its optimizer.
+        cut_of: Returns whole shape and regions of a DTensor.
 
     Raises:
         NotLoggedError: A gradient was changed after the step.
@@ -46,7 +58,11 @@ def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
                 flat.setdefault(dtype, []).append(local.reshape(-1))
                 # Fused steps expect the strides of the parameter.
                 stride = [] if local.is_contiguous() else list(local.stride())
-                rows.append([dtype, list(local.shape), stride])
+                row: list[Any] = [dtype, list(local.shape), stride]
+                if local is not grad and cut_of is not None:
+                    shape, regions = cut_of(grad)
+                    row += [list(shape), [[list(r.offsets), list(r.sizes)] for r in regions]]
+                rows.append(row)
             layout.append(rows)
         grads = {
             name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
@@ -79,10 +95,14 @@ def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
         "devices": sorted({_device_name(device) for device in {p.device for p in parameters}}),
         **replayer.engine(optimizer),
     }
+    cut = cut_digest(parameters)
+    return {**engine, CUT: cut} if cut else engine
+
+
+def cut_digest(parameters: Sequence[Any]) -> str:
+    """Return a digest of the parts of DTensors that this rank has; empty if it has only tensors."""
     cuts = [_cut(p) for p in parameters if hasattr(p, "_local_tensor")]
-    if cuts:
-        engine["cut"] = xxhash.xxh3_128_hexdigest(repr(cuts).encode())
-    return engine
+    return xxhash.xxh3_128_hexdigest(repr(cuts).encode()) if cuts else ""
 
 
 def _device_name(device: torch.device) -> str:
@@ -100,8 +120,19 @@ def _cut(parameter: Any) -> object:
     return tuple(parameter.shape), str(parameter.placements), mesh.shape, mesh.get_coordinate()
 
 
-def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, Any]) -> None:
+def take_again(
+    optimizer: Optimizer,
+    replayer: Replayer,
+    stored: Mapping[str, Any],
+    chosen: Collection[int] | None = None,
+) -> None:
     """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
+
+    Args:
+        optimizer: The optimizer, as it was before the step.
+        replayer: Its replayer.
+        stored: The step, as `stored_step` returned it.
+        chosen: The ids of the parameters that step; the others keep their values. None: all step.
 
     Raises:
         NotLoggedError: The optimizer cannot take this step, or has other bits after it.
@@ -117,27 +148,59 @@ def take_again(optimizer: Optimizer, replayer: Replayer, stored: Mapping[str, An
     if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
         msg = f"{name} has other groups of parameters than the log"
         raise NotLoggedError(msg)
+    if chosen is not None and not any(id(p) in chosen for g in groups for p in g["params"]):
+        return
+    placed = [
+        [
+            (p if chosen is None or id(p) in chosen else None, row)
+            for p, row in zip(*pair, strict=True)
+        ]
+        for pair in zip((group["params"] for group in groups), layout, strict=True)
+    ]
+    step_again(optimizer, replayer, stored, placed)
+    if chosen is None and stored["digest"] and stored["digest"] != digest_of(optimizer):
+        msg = f"{name} has other bits after a logged step than it had in training"
+        raise NotLoggedError(msg)
+
+
+def step_again(
+    optimizer: Optimizer,
+    replayer: Replayer,
+    stored: Mapping[str, Any],
+    placed: Sequence[Sequence[tuple[Any, Sequence[Any] | None]]],
+) -> None:
+    """Take a logged step with the gradients and options of its entry, then set back the old ones.
+
+    Args:
+        optimizer: The optimizer, as it was before the step.
+        replayer: Its replayer.
+        stored: The step, as `stored_step` returned it.
+        placed: For each row of the layout the parameter that gets the gradient; None: none does.
+    """
     left = dict(stored["grads"])
-    kept = [[p.grad for p in group["params"]] for group in groups]
+    groups = optimizer.param_groups
+    kept = [(p, p.grad) for group in groups for p in group["params"]]
     before = [dict(group) for group in groups]
     try:
-        for group, rows, options in zip(groups, layout, stored["options"], strict=True):
+        for parameter, _ in kept:
+            parameter.grad = None
+        for group, rows, options in zip(groups, placed, stored["options"], strict=True):
             group.update(options)
-            for parameter, row in zip(group["params"], rows, strict=True):
-                parameter.grad = None if row is None else _grad(parameter, row, left)
+            for parameter, row in rows:
+                grad = None if row is None else _grad(parameter, row, left)
+                if parameter is not None:
+                    parameter.grad = grad
         with _without_hooks(optimizer):
             replayer.step(optimizer, stored["captured"])
     except Exception as error:
-        msg = f"{name} cannot take a logged step again: {type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+        msg = f"{stored['optimizer']} cannot take a logged step again: {why}"
         raise NotLoggedError(msg) from error
     finally:
-        for group, grads, old in zip(groups, kept, before, strict=True):
+        for group, old in zip(groups, before, strict=True):
             group.update(old)
-            for parameter, grad in zip(group["params"], grads, strict=True):
-                parameter.grad = grad
-    if stored["digest"] and stored["digest"] != digest_of(optimizer):
-        msg = f"{name} has other bits after a logged step than it had in training"
-        raise NotLoggedError(msg)
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def digest_of(optimizer: Optimizer) -> str:
@@ -152,17 +215,19 @@ def digest_of(optimizer: Optimizer) -> str:
     return digest.hexdigest()
 
 
-def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor:
-    """Cut a gradient off the flat tensors, as the optimizer had it."""
+def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor | None:
+    """Cut a gradient off the flat tensors, as the optimizer had it; None without a parameter."""
     import torch  # noqa: PLC0415 - as above
 
-    dtype, shape, stride = row
+    dtype, shape, stride, *_ = row
+    count = math.prod(shape)
+    local, left[dtype] = left[dtype][:count], left[dtype][count:]
+    if parameter is None:
+        return None
     here = list(local_of(parameter).shape)
     if shape != here:
         msg = f"a gradient of the log has shape {shape}, its parameter {here}"
         raise NotLoggedError(msg)
-    count = math.prod(shape)
-    local, left[dtype] = left[dtype][:count], left[dtype][count:]
     local = local.reshape(shape).to(parameter.device)
     if stride and 0 not in stride:
         contiguous = local
@@ -180,21 +245,15 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
-    """Run no hook of this optimizer, and no global one."""
-    module = importlib.import_module("torch.optim.optimizer")
-
-    own, every = vars(optimizer), vars(module)
-    dicts = [
-        own["_optimizer_step_pre_hooks"],
-        own["_optimizer_step_post_hooks"],
-        every["_global_optimizer_pre_hooks"],
-        every["_global_optimizer_post_hooks"],
-    ]
-    kept = [dict(hooks) for hooks in dicts]
-    for hooks in dicts:
-        hooks.clear()
+    """Let `optimizer.step` run no hooks, neither its own nor those of the process."""
+    plain, own = type(optimizer).step, vars(optimizer)
+    if getattr(plain, "hooked", False):  # torch wraps the method of the class
+        plain = plain.__wrapped__
+    kept = own.get("step")  # a learning rate scheduler sets one
+    optimizer.step = MethodType(plain, optimizer)
     try:
         yield
     finally:
-        for hooks, old in zip(dicts, kept, strict=True):
-            hooks.update(old)
+        del own["step"]
+        if kept is not None:
+            own["step"] = kept

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,13 @@ from penstock.core.errors import (
     DamagedError,
     PenstockError,
     RestoreError,
+    RestoreMismatchError,
+    SelectionError,
 )
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.recorder import Recorder
 from penstock.core.log.replay import LogReplay
-from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.log.segments import StoredLog, common_sessions, logs_of, sessions_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
 from penstock.core.types import valid_step
@@ -39,8 +42,13 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
+    from penstock.core.tree.select import Selection
+    from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
+
+# Errors of a restore that has not changed the state.
+_UNCHANGED = CheckpointNotFoundError, ConfigError, RestoreMismatchError, SelectionError
 
 
 class RunLog:
@@ -70,6 +78,7 @@ class RunLog:
         self._reader = reader
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
+        self._continues = True  # whether this rank may append to the log that was replayed last
         self.recorder = Recorder(backend, config, registry, workers)
 
     @property
@@ -105,9 +114,8 @@ class RunLog:
         newest = self._catalog.latest()
         if newest is None or not self.may_log():
             return newest
-        logs = self._logs_after(newest)
-        logged = [log.latest() for log in logs]
-        return newest if None in logged else min((s for s in logged if s), default=newest)
+        whole = [log.entries_to_latest() for log in self._logs_after(newest)]
+        return _last_common(whole, default=newest)
 
     def forget(self, step: int) -> None:
         """Delete the log after `step`, from which training continues."""
@@ -121,7 +129,7 @@ class RunLog:
         step: int | str,
         restore: Callable[[int | str], RestoreReport],
         *,
-        whole: bool,
+        selection: Callable[[], Selection] | None,
     ) -> RestoreReport:
         """Restore a checkpoint, and replay the log that leads from it to `step`.
 
@@ -129,16 +137,33 @@ class RunLog:
             state: The template.
             step: A step, or `"latest"`.
             restore: Restores the checkpoint of a step.
-            whole: Whether it restores everything; else nothing is replayed.
+            selection: Returns what it restores; None: names differ, so nothing is replayed.
         """
         if not self.may_log():
             return restore(step)
         self.recorder.flush()
-        report, until = self._restore_base(step, restore)
         try:
-            report, last = self._replay_onto(report, state, until, whole=whole)
+            return self._restore(state, step, restore, selection)
+        except _UNCHANGED:
+            raise
+        except BaseException:  # Ctrl-C, too
+            self.recorder.pause("a restore failed: restore again")
+            raise
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | str,
+        restore: Callable[[int | str], RestoreReport],
+        selection: Callable[[], Selection] | None,
+    ) -> RestoreReport:
+        self._continues = True
+        report, until = self._restore_base(step, restore)
+        selected = None if selection is None else selection()
+        try:
+            report, last = self._replay_onto(report, state, until, selected)
         except NotLoggedError as error:
-            report, last = restore(report.step) if whole else report, None
+            report, last = restore(report.step), None
             if isinstance(step, int):
                 msg = f"step {step} cannot be replayed; the state has step {report.step}: {error}"
                 raise RestoreError(msg) from error
@@ -149,13 +174,18 @@ class RunLog:
             )  # fmt: skip
         self.recorder.place = self._place()
         left_out = report.missing or report.unexpected or report.cast or report.mismatched
-        if not whole or left_out:
+        session = self._reader.session if self._ranks.place() else secrets.token_hex(8)
+        if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
+        elif not self._continues:
+            self.recorder.pause("other ranks have logged the steps that were replayed: save first")
         elif last is None:
-            self.recorder.begin_after_restore(report.uid, report.step, state)
+            self.recorder.begin_after_restore(report.uid, report.step, state, session=session)
         else:
             digest = last.header.digest
-            self.recorder.begin_after_restore(report.uid, report.step, state, previous=digest)
+            self.recorder.begin_after_restore(
+                report.uid, report.step, state, session=session, previous=digest
+            )
         return report
 
     @contextlib.contextmanager
@@ -192,7 +222,11 @@ class RunLog:
         return report, 0 if step != "latest" or report.fell_back_from else None
 
     def _replay_onto(
-        self, report: RestoreReport, state: Mapping[str, Any], until: int | None, *, whole: bool
+        self,
+        report: RestoreReport,
+        state: Mapping[str, Any],
+        until: int | None,
+        selection: Selection | None,
     ) -> tuple[RestoreReport, StoredEntry | None]:
         """Replay the log of a restored checkpoint; also return the last entry, if any.
 
@@ -203,26 +237,38 @@ class RunLog:
         logged = has_log(self._backend, report.uid) if group is None else self._reader.logged
         if until == 0 or not logged:
             return report, None
-        if not whole:
-            msg = "only the whole state can be replayed"
+        if selection is None:
+            msg = "objects are renamed"
             raise NotLoggedError(msg)
-        own = self._own_log(report.uid, until)
+        logs, rest_of = self._needed_logs(report.uid, state, until)
+        stored: Sequence[ObjectPath] = ()
+        if not selection.everything:
+            base = self._reader.open(report.step).opened
+            stored = [record.path for record in base.contents.objects()]
         seconds = 0.0
 
         def replay(last: int, moved: Callable[[], None]) -> Sequence[StoredEntry]:
             nonlocal seconds
-            if isinstance(own, PenstockError):
-                raise own
-            chosen = _up_to(own, last, base=report.step, asked=until)
-            if chosen:
-                seconds = self._replay.replay(state, chosen, moved)
-            return chosen
+            if isinstance(logs, PenstockError):
+                raise logs
+            chosen = {
+                rank: _up_to(entries, last, base=report.step, asked=until)
+                for rank, entries in logs.items()
+            }
+            if not chosen[rest_of]:
+                return ()
+            seconds = self._replay.replay(
+                state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved
+            )
+            return chosen[rest_of]
 
-        newest = own[-1].header.step if isinstance(own, list) and own else report.step
+        sessions = []
+        if not isinstance(logs, PenstockError):
+            sessions = common_sessions([sessions_of(entries) for entries in logs.values()])
         if group is None:
-            chosen = replay(newest, lambda: None)
+            chosen = replay(max((s.last for s in sessions), default=report.step), lambda: None)
         else:
-            chosen = replay_together(group, newest, replay)
+            chosen = replay_together(group, report.step, sessions, replay)
         if not chosen:
             return report, None
         times = {**report.seconds, "replay": seconds}
@@ -230,17 +276,37 @@ class RunLog:
         report = replace(report, step=step, replayed_steps=len(chosen), seconds=times)
         return report, chosen[-1]
 
-    def _own_log(self, uid: str, until: int | None) -> list[StoredEntry] | PenstockError:
-        """Return the whole entries of this rank; or an error, for when the other ranks know."""
+    def _needed_logs(
+        self, uid: str, state: Mapping[str, Any], until: int | None
+    ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
+        """Return the whole entries that this rank replays, by the rank that logged them.
+
+        These are its own, if it has the same parts of the parameters as then; else those of all
+        ranks. An error is returned, for when the other ranks know of it.
+
+        Returns:
+            The entries; and the rank whose buffers, random state and the like this rank restores.
+        """
         rank, world_size = self._place()
         try:
-            entries = StoredLog(self._backend, uid, rank).whole(up_to=until)
+            own = StoredLog(self._backend, uid, rank)
+            head = own if own.entries else StoredLog(self._backend, uid, 0)
+            if not head.entries:
+                return {rank: ()}, rank
+            first = head.entries[0]
+            logged = first.header.world_size
+            near = rank if rank < logged else 0
+            alone = logged == world_size == 1
+            same = None if alone else self._replay.is_cut_as(state, first)
+            needed = [near] if same is None or (same and logged == world_size) else range(logged)
+            logs = [StoredLog(self._backend, uid, number) for number in needed]
+            whole = [log.whole(up_to=until) for log in logs]
+        except DamagedError as error:
+            return NotLoggedError(str(error)), rank
         except PenstockError as error:
-            return error
-        logged = entries[0].header.world_size if entries else world_size
-        if logged != world_size:
-            return NotLoggedError(f"{logged} ranks have logged, and {world_size} restore")
-        return entries
+            return error, rank
+        self._continues = logged == world_size and [*needed] == [rank]
+        return dict(zip(needed, whole, strict=True)), near
 
     def _base_of(self, step: int | str) -> int | None:
         """Return the saved step whose log has `step`; None if there is none."""
@@ -282,3 +348,9 @@ def _up_to(
         msg = f"it has no entry of step {last}"
         raise NotLoggedError(msg)
     return chosen
+
+
+def _last_common(logs: Sequence[Sequence[StoredEntry]], *, default: int) -> int:
+    """Return the last step that all logs have in the same session."""
+    common = common_sessions([sessions_of(entries) for entries in logs]) if logs else []
+    return max((session.last for session in common), default=default)

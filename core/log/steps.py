@@ -8,8 +8,9 @@ Tested in `tests/integration/log/test_ends.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, ref
 
 from penstock.core.errors import PenstockError
@@ -18,14 +19,20 @@ from penstock.core.save.hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     import torch
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.log.proof import Proof
+
+    Marks: TypeAlias = list[tuple[int, int, int]]
 
 _NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
+
+_PROOFS = 2  # of each optimizer: its state may be made by its first step
 
 
 class NotLoggedError(PenstockError):
@@ -45,6 +52,7 @@ class LoggedStep:
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
+        proof: Takes the step again once it is stored.
     """
 
     key: int
@@ -55,6 +63,7 @@ class LoggedStep:
     versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
     digest: str = ""
+    proof: Proof | None = None
 
     def keep(self) -> None:
         """Hold the optimizer and the gradients, if they were not held since the step.
@@ -83,6 +92,7 @@ class StepWatch:
 
     Attributes:
         find: Returns the replayer of an optimizer; None if it has none.
+        prove: Begins a proof before a step.
         steps: The steps, in order.
         strangers: The optimizers that stepped, but were not in the state, by id.
         trouble: Why these steps cannot be logged.
@@ -91,14 +101,16 @@ class StepWatch:
     """
 
     find: Callable[[Any], Replayer | None]
+    prove: Callable[[Any, Replayer, Mapping[str, Any]], Proof | None]
     steps: list[LoggedStep] = field(default_factory=list)
     strangers: dict[int, Callable[[], Optimizer | None]] = field(default_factory=dict)
     trouble: str = ""
     keeps: bool = False
     # What `_marks` returned after the last step of each optimizer of the state, by id.
-    _after: dict[int, tuple[Callable[[], Optimizer | None], list[tuple[int, int]]]] = field(
-        default_factory=dict
-    )
+    _after: dict[int, tuple[Callable[[], Optimizer | None], Marks]] = field(default_factory=dict)
+    _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
+    _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
+    _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
@@ -106,6 +118,7 @@ class StepWatch:
         self._after = {}
         for optimizer in optimizers:
             self._mark(optimizer)
+            self._attributes.setdefault(id(optimizer), dict(vars(optimizer)))
         before_steps(_before_step)
         after_steps(_after_step)
         _watches.add(self)
@@ -125,16 +138,29 @@ class StepWatch:
             step.keep()
         for known, _ in self._after.values():
             if (optimizer := known()) is not None:
-                self.before(optimizer)
+                self._compare(optimizer)
         if self.trouble:
             raise NotLoggedError(self.trouble)
+
+    def claimed(self) -> set[int]:
+        """Return the addresses of the memory that the optimizers change, as of their last steps."""
+        return {address for _, marks in self._after.values() for *_, address in marks} - {0}
 
     def clear(self) -> None:
         """Forget the steps that were logged."""
         self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer) -> None:
-        """Compare parameters and state of an optimizer with those after its last step."""
+        """Compare an optimizer with what it was after its last step; prove its first steps."""
+        self._compare(optimizer)
+        key = id(optimizer)
+        if self.keeps and not self.trouble and self._knows(optimizer) and self._left[key]:
+            self._left[key] -= 1
+            replayer = self.find(optimizer)
+            if replayer is not None:
+                self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
+
+    def _compare(self, optimizer: Optimizer) -> None:
         if self.trouble:  # for those who never log: it costs nothing from their second step on
             return
         if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
@@ -143,6 +169,7 @@ class StepWatch:
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
+        proof = self._proofs.pop(id(optimizer), None)
         if not self._knows(optimizer):
             self.strangers[id(optimizer)] = (lambda: optimizer) if self.keeps else ref(optimizer)
             return
@@ -163,6 +190,9 @@ class StepWatch:
         if not self.keeps:
             step.optimizer = ref(optimizer)
             step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
+        if proof is not None:
+            proof.finish(optimizer)
+            step.proof = proof
         self.steps.append(step)
         self._mark(optimizer)
 
@@ -193,6 +223,19 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
         for group in optimizer.param_groups
     ]
+
+
+def with_groups(
+    optimizer: Optimizer, groups: list[dict[str, Any]], attributes: Mapping[str, Any]
+) -> Optimizer:
+    """Return an optimizer of the same class with other groups.
+
+    `copy.copy` would leave out attributes.
+    """
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(attributes)
+    made.param_groups = groups
+    return cast("Optimizer", made)
 
 
 def _copied(value: Any) -> Any:
@@ -260,20 +303,34 @@ def version_of(tensor: Any) -> int:
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
 
 
-def _marks(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """Return what changes with any change of groups, parameters and state that torch sees."""
-    groups = [(0, len(group["params"])) for group in optimizer.param_groups]
-    return groups + [(id(tensor), version_of(tensor)) for tensor in tensors_of(optimizer)]
+def _marks(optimizer: Optimizer) -> Marks:
+    """Return what changes with any change of groups, parameters and state that torch sees.
+
+    Changes in place through `Tensor.data` leave no mark; digests find these.
+    """
+    groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
+    return groups + [
+        (id(tensor), version_of(tensor), address_of(local_of(tensor)))
+        for tensor in tensors_of(optimizer)
+    ]
+
+
+def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
+    """Return the addresses of the memory of one parameter and its state."""
+    return {address_of(local_of(t)) for t in _tensors_of_step(optimizer, parameter)} - {0}
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, and after it the tensors of its state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter
-            for _, item in sorted(optimizer.state.get(parameter, {}).items()):
-                if hasattr(item, "untyped_storage"):
-                    yield item
+    """Yield each parameter, followed by the tensors of its state."""
+    for parameter in parameters_of(optimizer):
+        yield from _tensors_of_step(optimizer, parameter)
+
+
+def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield parameter
+    for _, item in sorted(optimizer.state.get(parameter, {}).items()):
+        if hasattr(item, "untyped_storage"):
+            yield item
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:

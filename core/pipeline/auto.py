@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
     Attributes:
         ratio: Raw bytes for each stored byte.
-        bytes_per_s: Raw bytes per second of CPU time, so that other load does not decide.
+        bytes_per_s: Raw bytes per second of CPU time, which other load does not change.
     """
 
     ratio: float
@@ -64,19 +64,19 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class StoreChoices:
-    """What earlier saves have measured for one store, and chosen for it.
+    """The measurements and choices of earlier saves for one store.
 
     Attributes:
-        bytes_per_s: The rate that choices depend on; None: it is not measured yet.
-        by_class: The choices; `bytes_raw` is the size of the class at that time, or 0: the next
-            save samples it again.
+        bytes_per_s: The rate that choices depend on; None: not measured yet.
+        by_class: The choices. `bytes_raw` is the size of the class when it was chosen; if it is 0,
+            the next save samples the class again.
     """
 
     bytes_per_s: float | None = None
     by_class: dict[str, CodecChoice] = field(default_factory=dict)
 
     def note_save(self, size_bytes: int, seconds: float) -> None:
-        """Make the next save repeat all choices if the rate of a save differs from theirs.
+        """Make the next save choose again if this save's rate differs from the measured one.
 
         Args:
             size_bytes: The bytes that the store accepted.
@@ -92,10 +92,10 @@ class StoreChoices:
 
 @dataclass(frozen=True, slots=True)
 class AutoChains:
-    """The objects of all saves whose chains are chosen while a save runs.
+    """The classes of objects whose chains are chosen while a save runs.
 
     Attributes:
-        classes: The class of objects by the number of their chain in the plan.
+        classes: The class by the number of its chain in the plan.
         candidates: The number of the chain by the name of its codec.
         stores: The measurements and choices for each store, by its URL.
     """
@@ -106,14 +106,14 @@ class AutoChains:
 
 
 def class_of(role: Role, dtype: str) -> str:
-    """Return the class of an object, for which codecs are chosen."""
+    """Return the class of an object. Codecs are chosen per class."""
     return f"{role.value} {dtype}"
 
 
 def choose(
     name: str, samples: Mapping[str, Sample], *, store_bytes_per_s: float, cores: float, spare: bool
 ) -> CodecChoice:
-    """Return the choice for a class that is expected to take the least time.
+    """Return the codec choice with the least expected time for a class.
 
     Args:
         name: The class.
@@ -149,9 +149,9 @@ def choose(
 class ChainChoices:
     """Chooses the chains of one save. One thread calls all methods but `number` and `chain`.
 
-    Until the store's rate is known, chunks are written raw, in rounds: if a round ends too soon,
-    the next one has twice the size. So a fast store gets all of a small save raw, and a slow store
-    a small part.
+    Until the store's rate is known, chunks are written raw, in rounds. If a round is too short to
+    measure, the next has twice its size. So a small save to a fast store is all raw, and a save to
+    a slow store only in small part.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class ChainChoices:
         workers: Workers,
         blocking: bool,
     ) -> None:
-        """Reuse the choices of earlier saves for classes that have kept about their size.
+        """Reuse the choices of earlier saves for classes of about the same size.
 
         Args:
             plan: The plan of the save.
             chains: Chains by number.
-            auto: The objects to choose for, and the choices; None: the plan has all chains.
+            auto: The classes to choose for, and earlier choices; None: the plan has all chains.
             store: The URL of the store.
             workers: The threads that encode.
             blocking: Whether the caller waits for the save, so that nothing trains meanwhile.
@@ -228,7 +228,7 @@ class ChainChoices:
         """Keep the choices of this save for the next ones.
 
         Args:
-            results: How chunks are stored, by number.
+            results: The stored frames of chunks, by number.
             size_bytes: The bytes that the store accepted.
             seconds: The time in which writes were in flight.
         """
@@ -252,7 +252,7 @@ class ChainChoices:
         self._kept.note_save(size_bytes, seconds)
 
     def report(self, results: Mapping[int, ChunkResult]) -> tuple[CodecChoice, ...]:
-        """Return the choices by class; `results` has those of chunks, by number."""
+        """Return the choices by class; `results` has the stored frames of chunks, by number."""
         stored: dict[str, int] = defaultdict(int)
         for index, result in results.items():
             if self._is_open(index):
@@ -298,7 +298,7 @@ class ChainChoices:
         return True
 
     def _choice_for_few(self) -> CodecChoice:
-        """Choose for few bytes: another blob takes more time than the bytes."""
+        """Choose for few bytes, for which a separate blob would take longer than the bytes."""
         codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:

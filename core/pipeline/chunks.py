@@ -1,4 +1,4 @@
-"""The records of a chunk in flight: captured, then stored.
+"""Defines the records of a chunk in flight: first captured, then stored.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -35,13 +35,13 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """The stored frame of one chunk: fields as in `Frame`, and the codecs that declined it.
+    """The stored frame of one chunk. Fields that are not listed here are as in `Frame`.
 
-    Its base is a frame of an earlier checkpoint. `chain` is the number of the chain that was chosen
-    while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, if computed. A
-    chunk that an earlier checkpoint has is not stored again: it has only that frame, in `shared`. A
-    chunk that equals another one of this save has only that chunk's number, in `same_as`. `errors`
-    has those of each piece of the chunk; empty unless a lossy codec was used.
+    `declined` has the codecs that declined the chunk. `base` is a frame of an earlier checkpoint.
+    `chain` is the number of the chain chosen while the save ran; None: the plan's. `content` is the
+    hash of the chunk's bytes, if computed. A chunk that is stored already has only `shared`, its
+    frame in an earlier checkpoint, or `same_as`, the number of an equal chunk of this save.
+    `errors` has the errors of each piece; empty unless a lossy codec was used.
     """
 
     offset: int

@@ -70,11 +70,10 @@ class EncodedFrame:
         length: Stored bytes.
         checksum: xxh3-64 of the stored bytes.
         raw_checksum: xxh3-64 of the decoded bytes: the chunk, or lossy codecs' version of it.
-        lengths: Lengths between the codecs that encoded the chunk, in order (one fewer than these
-            codecs).
-        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The chain
-            of the others decodes the frame. If all declined, nothing was written, and the chunk
-            itself must be stored.
+        lengths: Output length of each codec that encoded the chunk, except the last.
+        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The other
+            codecs decode the frame. If all declined, nothing was written, and the chunk itself must
+            be stored.
         errors: The worst errors of each range passed to `encode`; empty unless a lossy codec
             encoded the chunk. None for elements that are not floats.
     """
@@ -99,12 +98,12 @@ class CodecChain:
 
         Args:
             codecs: At least one codec.
-            versions: For each codec the version that wrote the frames to decode; default: its own.
+            versions: The codec versions that wrote the frames to decode; default: the current ones.
 
         Raises:
-            CodecError: There is no codec: raw chunks need no chain. Or a lossy codec comes after a
-                lossless one, whose frames it would destroy. Or a codec that needs a base is not
-                first.
+            CodecError: `codecs` is empty. Or a lossy codec comes after a lossless one, whose frames
+                it would destroy. Or a codec that needs a base is not first, or the chain has a
+                lossy codec too.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -286,7 +285,7 @@ _scratch = ThreadMemory(3)
 
 
 def _moved(source: memoryview, target: memoryview) -> memoryview:
-    """Copy `source` to the beginning of `target`, and return it there."""
+    """Copy `source` to the beginning of `target`; return the copy."""
     into = target[: source.nbytes]
     copy_bytes(into, source)
     return into.toreadonly()
@@ -315,7 +314,7 @@ def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
     """Refuse a lossy codec together with one that needs a base: either order is wrong.
 
     Raises:
-        CodecError: The chain has both. The checks of order would advise to put either one first.
+        CodecError: The chain has both. The order checks would advise to put each of them first.
     """
     based = next((codec.name for codec in codecs if codec.needs_base), None)
     lossy = next((codec.name for codec in codecs if not codec.lossless), None)
@@ -330,10 +329,9 @@ def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
 def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstErrors | None:
     """Compare two arrays of floats of one dtype; None for dtypes unknown to `convert_floats`.
 
-    Equal numbers have no error, nor has NaN in place of NaN. NaN or an infinity in place of
-    anything else has infinite errors, and so has anything else in their place. Any number in place
-    of zero has an infinite relative error. Errors are computed in float32, those of float64 in
-    float64.
+    Equal numbers have no error, and neither do two NaNs. NaN or infinity against any other value
+    gives infinite errors. A nonzero number in place of zero has an infinite relative error. Errors
+    are computed in float32, or in float64 for float64.
     """
     import numpy as np  # noqa: PLC0415 - `penstock verify` works without it
 
@@ -368,7 +366,7 @@ def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstError
 
 
 def _nan_moved(saved: memoryview, given: memoryview, dtype: str) -> bool:
-    """Return whether one of two arrays has NaN at a place where the other has none."""
+    """Return whether only one of two arrays has NaN at some place."""
     import numpy as np  # noqa: PLC0415 - as above
 
     masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []

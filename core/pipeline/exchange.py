@@ -1,12 +1,13 @@
 """Lends verified bytes to other processes of the host through shared memory, and takes theirs.
 
-Each process reads into a window, its own memory that the others map read-only. Messages go over
-sockets, which order them after the bytes and end when a process dies. What makes it safe:
+Each process reads into a window: its own memory, which the others map read-only. Messages use
+sockets, which deliver them after the bytes and close when a process dies. Three rules make this
+safe:
 
-* bytes are announced only once they are verified;
-* a taker answers when it has copied them, and a place is reused only once all takers have answered;
-* no process waits for one that does not answer: the whole window is given up then, so that a
-  stopped process that continues hours later still finds the bytes announced to it.
+* bytes are announced only after they are verified;
+* a taker answers when it has copied them, and a place is reused only after all takers answer;
+* a process does not wait for a peer that does not answer. It gives up its own window instead, so
+  that a stopped peer that continues hours later still finds the bytes announced to it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Share:
     Attributes:
         number: Its number, the same in all processes.
         job: The frame, and where its bytes go here.
-        span: The bytes, of the chunk.
+        span: The bytes within the chunk.
         reader: The process that reads them.
         takers: The processes that the reader lends them to.
     """
@@ -90,14 +91,14 @@ class Peer:
     """Another process of the host.
 
     Attributes:
-        number: Its place among them.
-        socket: Keeps the bounds of messages (`SOCK_SEQPACKET`).
+        number: Its number among the processes.
+        socket: Keeps message boundaries (`SOCK_SEQPACKET`).
         window: Its memory, read-only.
-        quiet: Ends when it has sent nothing for too long.
+        quiet: Expires when it sends nothing for too long.
         awaited: The pieces that it must read, by number.
         unanswered: The loans to it, by the number of the message.
         sent: The number of messages so far.
-        gone: Whether it takes and lends no more.
+        gone: Whether it no longer takes or lends.
     """
 
     number: int
@@ -111,9 +112,9 @@ class Peer:
 
 
 class Exchange:
-    """What one process lends to the others of its host, and takes from them, in one restore.
+    """Lends pieces to the other processes of the host, and takes theirs, in one restore.
 
-    `acquire`, `lend` and `refuse` are for the reading thread; the exchange's own thread takes and
+    The reading thread calls `acquire`, `lend` and `refuse`. The exchange's own thread takes and
     places what others lend. If that thread fails, `acquire` and `check` raise its error, since
     reading the rest is pointless.
     """
@@ -169,10 +170,10 @@ class Exchange:
     # -- the reading thread ----------------------------------------------------------------------
 
     def acquire(self, length: int, phase: int) -> Block:
-        """Return a block of the window, as `Staging.acquire`; wait until takers free one.
+        """Wait for a free block of the window, and return it; see `Staging.acquire`.
 
         Raises:
-            TakersStuckError: The takers free none: the window is given up.
+            TakersStuckError: The takers free no block; the window is given up.
             PenstockError: As `check`.
         """
         with self._changed:
@@ -183,7 +184,7 @@ class Exchange:
             return block
 
     def lend(self, lent: Sequence[tuple[FrameJob[CodecChain], Block]]) -> None:
-        """Lend verified pieces, each in a block of the window, released once all have taken it.
+        """Lend verified pieces, each in a window block that is released after all took it.
 
         Raises:
             TakersStuckError: A process does not take its pieces.
@@ -198,7 +199,7 @@ class Exchange:
         self._send_all(messages)
 
     def refuse(self, job: FrameJob[CodecChain]) -> None:
-        """Make the takers of a piece read it themselves: it is damaged as this process sees it.
+        """Make the takers of a piece read it themselves, since it looks damaged here.
 
         Raises:
             TakersStuckError: As `lend`.
@@ -229,13 +230,13 @@ class Exchange:
     # -- the waiting thread ----------------------------------------------------------------------
 
     def wait(self, ended: Callable[[], bool]) -> list[FrameJob[CodecChain]]:
-        """Wait until nothing more comes.
+        """Wait until other processes lend no more.
 
         Args:
             ended: Returns whether the ranks have given up this restore.
 
         Returns:
-            The pieces that others have not read: they died, hung, or refused.
+            The pieces that others did not lend because they died, hung, or refused.
 
         Raises:
             PenstockError: A piece could not be placed.
@@ -248,7 +249,7 @@ class Exchange:
         return [share.job for share in self._left]
 
     def check(self) -> None:
-        """Raise the error of the taking thread, if it has failed; from any thread.
+        """Raise the error of the taking thread, if any. Any thread may call this.
 
         Raises:
             PenstockError: A piece could not be placed.
@@ -260,9 +261,9 @@ class Exchange:
             raise RestoreError(msg) from self._error
 
     def close(self) -> None:
-        """Take and lend nothing more; return when nothing writes to targets any longer.
+        """Stop taking and lending; on return, no thread writes to targets.
 
-        Abandons only a target that hangs during a write, after `Timing.interrupt_s`.
+        A target that hangs during a write is abandoned after `Timing.interrupt_s`.
         """
         if self._wake_fd < 0:
             return
@@ -276,7 +277,7 @@ class Exchange:
     # -- within ----------------------------------------------------------------------------------
 
     def _send_all(self, messages: Mapping[int, list[_Entry]]) -> None:
-        """Send each taker its entries; note those that a stuck taker leaves unsent."""
+        """Send each taker its entries; note those not sent because a taker is stuck."""
         try:
             for taker, records in messages.items():
                 while records:
@@ -400,10 +401,10 @@ class Exchange:
         return True
 
     def _drop(self, peer: Peer, *, ended: bool) -> None:
-        """Stop dealing with another process; only the taking thread does so.
+        """Stop dealing with another process. Only the taking thread calls this.
 
-        Loans to it are free again only if it has `ended` or is done. A hanging process may continue
-        later and read the window.
+        Its loans become free only if it has `ended`. A hanging process may continue later and read
+        the window.
         """
         with self._changed:
             if peer.gone:

@@ -5,6 +5,7 @@ Tested in `tests/core/pipeline/test_codec_chain.py`.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
-    """Return `context` for `codec`: with the version of its frame, and a base if it needs one.
+    """Return `context` for `codec`: with its frame's version, and a base only if it needs one.
 
-    Other codecs get no base. If the codec that needs it declines, the next one must not get it: no
-    reader would know that the frame needs a base.
+    If the codec that needs the base declines, the next codec must not get the base, since no reader
+    would know that the frame needs it.
     """
     base = context.base if codec.needs_base else None
     return replace(context, version=version, base=base)
 
 
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
-    """Return the facts about the output of `codec`, for the codec after it.
+    """Return the facts about the output of `codec`, for the next codec.
 
     Writers and readers get the same facts, since they depend on options and lengths alone.
 
@@ -45,7 +46,11 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
     output = _output(codec, replace(context, base=None))
     if output.elementwise:
         count, rest = divmod(context.raw_length, context.itemsize)
-        shape, start = context.shape, context.start // context.itemsize * output.itemsize
+        shape, first = context.shape, context.start // context.itemsize
+        if output.tail:
+            count = max(count, length // output.itemsize)
+            shape = _with_rows(shape, first + count)
+        start = first * output.itemsize
     else:
         count, rest = divmod(length, output.itemsize)
         shape, start = (count,), 0
@@ -68,11 +73,17 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
     )
 
 
+def _with_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """Return `shape` with enough rows for `elements`."""
+    rows, row = (shape[0], math.prod(shape[1:])) if shape else (0, 1)
+    return (max(rows, -(-elements // max(row, 1))), *shape[1:])
+
+
 @contextmanager
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Turn an error of `codec` into a CodecError, unless it is ours or of `passing`."""
+    """Turn an error of `codec` into a CodecError, except PenstockError and `passing`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield
@@ -99,7 +110,7 @@ def _is_valid(output: CodecOutput) -> bool:
         and dtype != ""
         and type(output.itemsize) is int
         and output.itemsize > 0
-        and type(output.elementwise) is bool
+        and {type(output.elementwise), type(output.tail)} == {bool}
     )
 
 

@@ -79,7 +79,7 @@ class LoadStats:
     rescued: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, other: LoadStats) -> None:
-        """Count another load, too."""
+        """Add the counts and damage of another load."""
         self.bytes_read += other.bytes_read
         self.frames += other.frames
         self.damaged += other.damaged
@@ -89,7 +89,7 @@ class LoadStats:
 
 @dataclass(eq=False, slots=True)
 class _Read:
-    """The read of one range.
+    """A read of one range.
 
     Attributes:
         job: The frame.
@@ -97,8 +97,8 @@ class _Read:
         span: The range, of the stored frame.
         block: The scratch memory that gets the bytes, if any.
         direct: Whether the target itself gets the bytes.
-        lent: The block of the window that gets the chunk's bytes, if others get them, too.
-        error: Why it could not be read.
+        lent: The window block for the chunk's bytes, if other processes get them too.
+        error: The error of the read, if it failed.
         bases: The reads of the bases that the frame decodes with.
     """
 
@@ -119,12 +119,12 @@ class _Read:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A batch under way: its memory is in use until the future and all checks are done.
+    """A batch in flight. Its memory is in use until the future and all checks are done.
 
     Attributes:
         number: The number of batches submitted before.
         reads: Its reads.
-        future: Ends with the reading; None: it has ended, and checks have begun.
+        future: Done when the read ends; None once checks have begun.
         checks: The tasks that verify, decode and place the bytes.
     """
 
@@ -138,7 +138,7 @@ class _Flight:
         return self.future is None and all(check.done() for check in self.checks)
 
     def outlast(self) -> None:
-        """Wait until nothing uses its memory."""
+        """Wait until nothing uses the batch's memory."""
         futures: list[Future[Any]] = [*self.checks]
         if self.future is not None:
             futures.append(self.future)
@@ -151,7 +151,7 @@ class Loader:
     Attributes:
         backend: The store of the blobs.
         workers: The threads that verify and place.
-        io_timeout_s: How long a `run` may go without progress; None: for ever.
+        io_timeout_s: How long a `run` may go without progress; None: forever.
         together_bytes: A frame that is larger with its bases is read alone, link by link.
         scratch_bytes: Memory for frames to decode, and for parts of raw ones. Chunks with long
             chains may take as much again for each worker.
@@ -179,7 +179,7 @@ class Loader:
         Args:
             backend: The store of the blobs.
             workers: The threads that verify and place.
-            io_timeout_s: How long a `run` may go without progress; None: for ever.
+            io_timeout_s: How long a `run` may go without progress; None: forever.
             on_failover: Called with a damaged blob, and the tier whose copy was read.
         """
         self.backend = backend
@@ -191,13 +191,13 @@ class Loader:
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
 
     def over(self, backend: Backend) -> Loader:
-        """Return the same loader for `backend`, a wrapper around its own."""
+        """Return a copy of this loader for `backend`, a wrapper around its backend."""
         loader = copy(self)
         loader.backend = backend
         return loader
 
     def of(self, backend: Backend) -> Loader:
-        """Return a loader for another place, with the same threads and time limit."""
+        """Return a loader for another backend, with the same threads and time limit."""
         return Loader(backend, self.workers, io_timeout_s=self.io_timeout_s)
 
     def run(
@@ -214,8 +214,8 @@ class Loader:
             jobs: Frames in the order of reading.
             decode: Whether to decode encoded frames (verification may skip it).
             progress: Called with bytes read, on the loader's own thread.
-            exchange: Lends all bytes read to other processes of this host: each job has one range
-                (and fits into the window). None: nothing is lent.
+            exchange: Lends all bytes read to other processes of this host; each job has one range,
+                and fits into the window. None: nothing is lent.
 
         Raises:
             TakersStuckError: Another process does not take lent bytes; some of `jobs` are read.
@@ -233,7 +233,7 @@ class Loader:
         session = _Session(
             self, scratch, watchdog, decode=decode, progress=progress, exchange=exchange
         )
-        # Runs on its own thread: Ctrl-C, which only the main thread gets, must not come between
+        # Runs on its own thread. Only the main thread gets Ctrl-C, which must not come between
         # handing memory to the store and noting that.
         stats = call_with_deadline(
             "load",
@@ -251,7 +251,7 @@ class Loader:
         return stats
 
     def _borrow(self, size_bytes: int) -> Staging:
-        """Return scratch memory for one run; two runs sharing it could wait for each other."""
+        """Return scratch memory for one run; two runs that share it could deadlock."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self.reader = FrameReader()
@@ -275,7 +275,7 @@ class Loader:
 
 
 class _Session:
-    """The batches of one `Loader.run`."""
+    """Runs the batches of one `Loader.run`."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class _Session:
         self._cancelled = True
 
     def stuck(self) -> StorageTimeoutError:
-        """Return the error for a store that made no progress for too long; from any thread."""
+        """Return the error for a store without progress; any thread may call this."""
         names = {read.request.name for flight in list(self._flights) for read in flight.reads}
         return StorageTimeoutError(
             f"{self._loader.backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
@@ -344,7 +344,7 @@ class _Session:
         )
 
     def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
-        """Return the ranges of a frame; if they are copied, in pieces of whole blocks.
+        """Return the ranges of a frame, in pieces of whole blocks if they are copied.
 
         The disk then reads some pieces while others are verified and copied. A piece may end inside
         an element, which only flat memory accepts.
@@ -420,7 +420,7 @@ class _Session:
                 self._advance()
                 continue
             block = self._exchange.acquire(length, phase)  # once takers have freed it
-            self._watchdog.moved()  # the store had nothing to do meanwhile
+            self._watchdog.moved()  # the store had nothing to do during the wait
             return block
         return block
 
@@ -442,7 +442,7 @@ class _Session:
     def _goes_by_copy(self, span: ByteRange) -> bool:
         """Return whether to read a whole raw frame into scratch memory and copy it.
 
-        Only if several such frames have room there, so that one is read while another is copied.
+        Scratch must have room for several such frames, to read one while another is copied.
         """
         return bool(self._loader.by_copy) and span.length <= self._share_bytes
 
@@ -504,7 +504,7 @@ class _Session:
             self._advance()
 
     def _advance(self) -> None:
-        """Wait until a batch is read or checked, and move each such batch one step on."""
+        """Wait until a batch is read or checked, and advance each such batch by one step."""
         self._await_change()
         for flight in list(self._flights):
             if flight.future is not None and flight.future.done():
@@ -565,7 +565,7 @@ class _Session:
 
     @staticmethod
     def _hand_on(exchange: Exchange, reads: Sequence[_Read], damaged: Collection[_Read]) -> None:
-        """Lend whole reads; the takers of damaged ones read for themselves."""
+        """Lend whole reads; make the takers of damaged ones read themselves."""
         lent = []
         for read in reads:
             assert read.lent is not None
@@ -608,7 +608,7 @@ class _Session:
         return True
 
     def _check_all(self, reads: list[_Read]) -> list[tuple[_Read, str, str]]:
-        """Check reads; return the damaged ones, each with the damage as text, and the blob."""
+        """Check reads; return each damaged read with the damage as text, and the blob."""
         damaged = []
         for read in reads:
             try:
@@ -724,7 +724,7 @@ class FrameReader:
 
         Args:
             job: The frame, with contexts.
-            stored: All stored bytes of each of `job.links`, lowest first. Holds those of two links
+            stored: All stored bytes of each of `job.links`, lowest base first. At most two are held
                 at once.
             out: Memory of the chunk's length; undefined after an error.
 
@@ -817,7 +817,7 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
-    """Copy the parts of `uses` in `data`, the chunk's bytes from `base` on, to their sinks."""
+    """Copy to the sinks of `uses` from `data`, the chunk's bytes from offset `base` on."""
     stop = base + data.nbytes
     copies: list[tuple[ByteSink, int, int, int]] = []
     for sink, at, start, length in uses:

@@ -1,15 +1,16 @@
 """Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
 An expected arena is touched in the background: untouched memory copies at a tenth of the speed,
-since the kernel, and a hypervisor below it, has to find it first.
+since the kernel, and a hypervisor below it, must allocate it first.
 
-Arenas use huge pages if the system has them: a disk that gets its data in pieces of 4 KiB moves
-half as much (0.8 to 1.3 GB/s instead of 1.8 to 2.2). A forked child has zeros in their place, so a
-fork causes no copy-on-write faults, after which memory copies at a tenth of the speed.
+Arenas use huge pages if the system has them. With pages of 4 KiB, a disk moves half as much (0.8 to
+1.3 GB/s instead of 1.8 to 2.2). A forked child gets zeros in place of an arena, so a fork causes no
+copy-on-write faults, which slow copies down to a tenth.
 
-Virtual machines that return free memory to their host get small pages faster (2 to 3 GB/s), but
-arenas use no small pages there: each later save would take longer, and no sample at the head of an
-arena shows it. The first 150 to 700 MB of huge pages still have memory (3 to 6 GB/s, then 0.7).
+Virtual machines that return free memory to their host get small pages faster (2 to 3 GB/s). Arenas
+use huge pages there too, since small ones slow down each later save. A sample at the head of an
+arena cannot detect such a machine: the first 150 to 700 MB of huge pages still have memory (3 to 6
+GB/s, then 0.7).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Arena:
         address: Its first address.
         size: Its bytes.
         free: Disjoint `(offset, length)` extents in whole pages, ascending.
-        touching: Touches the arena; None: nothing does, and all of it is free to use.
+        touching: Touches the arena; None: all of it may be used.
         unpin: Ends the registration with CUDA; None: the arena is not registered.
     """
 
@@ -70,7 +71,7 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the requested length and phase of its address."""
+    """A reserved piece of an arena. `view` has the requested length, its address the phase."""
 
     arena: Arena
     offset: int
@@ -82,8 +83,8 @@ class Block:
 class Staging:
     """Page-granular first-fit allocator over arenas. Thread-safe.
 
-    `acquire` returns at once. A thread calls `wait` only while it holds no block: two threads that
-    hold some could wait for each other for ever.
+    `acquire` returns at once. A thread calls `wait` only while it holds no block, since two waiting
+    threads with blocks could deadlock.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class Staging:
         Args:
             budget_bytes: The most bytes of all arenas.
             memory: The only arena, of whole pages; None: arenas are mapped on demand.
-            populate: Touches a number of bytes from an address on, and returns whether it could;
-                default: the kernel does it.
+            populate: Touches a number of bytes at an address, and returns whether it succeeded;
+                default: `madvise`.
         """
         self.budget_bytes = max(align_up(budget_bytes, PAGE_BYTES), PAGE_BYTES)
         self.was_short = False
@@ -183,7 +184,7 @@ class Staging:
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
 
-        Returns None if there is no room now, or never will be. While memory is being touched, only
+        Returns None if the block does not fit, now or ever. While memory is being touched, only
         touched memory counts as room.
         """
         need = align_up(phase + length, PAGE_BYTES)
@@ -259,7 +260,7 @@ class Staging:
 class _Touching:
     """Touches an arena in the background, piece by piece from its beginning.
 
-    The kernel gives its pages memory and changes no byte, so the arena may be in use.
+    Touching allocates pages and changes no byte, so the arena may be in use.
 
     Attributes:
         end: Everything below this offset is touched.
@@ -336,14 +337,14 @@ def map_memory(size: int) -> mmap.mmap:
 
 
 class ThreadMemory(threading.local):
-    """Memory of each thread for work on one chunk. It grows as needed, and is reused."""
+    """Reusable memory of each thread for work on one chunk. It grows as needed."""
 
     def __init__(self, count: int = 1) -> None:
         """Prepare `count` pieces of memory in each thread."""
         self._views = [memoryview(b"")] * count
 
     def take(self, length: int, which: int = 0) -> memoryview:
-        """Return `length` bytes, which are this thread's until it takes the same piece again.
+        """Return `length` bytes that this thread owns until it takes the same piece again.
 
         Raises:
             MemoryError: The process cannot get that much memory.
@@ -366,7 +367,7 @@ class ThreadMemory(threading.local):
 
 
 def has_small_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
-    """Return whether memory has small pages, unless it requests huge ones as arenas do."""
+    """Return whether the system gives huge pages only to memory that requests them."""
     try:
         return "[madvise]" in Path(setting).read_text(encoding="ascii")
     except OSError:
@@ -447,7 +448,7 @@ def machine_memory() -> int:
 
 
 def container_memory(root: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes free in the container (cgroup v2, else v1); None: it has no limit.
+    """Return the bytes free in the container (cgroup v2, else v1); None if it has no limit.
 
     File cache that was not used lately counts as free, as in `MemAvailable`.
     """

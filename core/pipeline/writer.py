@@ -1,6 +1,6 @@
 """Writes captured chunks as frames into the blobs of a save.
 
-Moves batches, not frames: under a busy training loop every return to Python waits for the GIL.
+Moves batches, not frames: while training is busy, every return to Python waits for the GIL.
 
 Tested in `tests/integration/sharing/test_sharing.py`.
 """
@@ -58,8 +58,6 @@ class _Batch:
 
 
 class _OpenBlob:
-    """A blob being written."""
-
     def __init__(
         self,
         backend: Backend,
@@ -117,7 +115,7 @@ class _OpenBlob:
 
 
 class _EncodedBlob:
-    """The blob of encoded frames: appends ready frames, writes groups cut at page boundaries.
+    """The blob of encoded frames. Appends frames, and writes them in groups of whole pages.
 
     Any worker may append.
     """
@@ -173,7 +171,7 @@ class _EncodedBlob:
     def _rotate(self) -> None:
         """Submit whole pages; the rest of the last page begins the next group.
 
-        No two writes touch one page, which direct I/O requires.
+        Direct I/O requires that no two writes touch one page.
         """
         whole = align_down(self._filled, PAGE_BYTES)
         full, rest = self._current, self._filled - whole
@@ -195,8 +193,8 @@ class _EncodedBlob:
 class ChunkSharing:
     """Looks up the chunks of one save by their content. Thread-safe.
 
-    Looks in an earlier checkpoint and, if it has no such chunk, in this save: the first of equal
-    chunks is stored, and the others refer to its frame.
+    Searches an earlier checkpoint first, then this save. The first of equal chunks is stored, and
+    the others refer to its frame.
     """
 
     def __init__(self, plan: SavePlan, choices: ChainChoices, bases: SaveBases | None) -> None:
@@ -404,7 +402,7 @@ class FrameWriter:
             self.settle_oldest()
 
     def _unshared(self, captured: list[Captured]) -> list[Captured]:
-        """Return the chunks not stored yet, and release the others; after an error all."""
+        """Return the chunks not stored yet; release the others, or all after an error."""
         if self._sharing is None:
             return captured
         futures: list[Future[None]] = []
@@ -478,7 +476,7 @@ class FrameWriter:
                     self._set_result(item.index, result)
 
     def _hash(self, places: Iterable[tuple[Captured, int]]) -> None:
-        """Compute the checksums of raw chunks, which the store is writing."""
+        """Compute the checksums of raw chunks while the store writes them."""
         with self.encode_clock:
             for item, offset in places:
                 self.results[item.index] = self._raw_result(item, offset)
@@ -522,8 +520,8 @@ class FrameWriter:
 
         Returns:
             The frame; its bytes, valid until this thread encodes the next chunk; and the frame that
-            it was encoded against. No bytes if all codecs declined the chunk, whose own bytes must
-            be stored.
+            it was encoded against. The bytes are None if all codecs declined the chunk, which must
+            then be stored itself.
 
         Raises:
             CodecError: A codec refused the chunk; the message names its objects.

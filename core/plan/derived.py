@@ -1,7 +1,7 @@
 """Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
 
 A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
-for the optimizer. The capture checks whether the first really is the second, rounded.
+for the optimizer. The capture checks whether the first equals the rounded second.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def find_masters(
     is_exact: Callable[[int], bool],
     counts: Callable[[StateObject], bool] = lambda _: True,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of objects that may be derived, and of the possible masters of each.
+    """Return the numbers of objects that may be derived, each with its possible masters.
 
     A master has the shape and region of the object, and the same path below the top-level key
     (`model/wte.weight`, `master/wte.weight`), or the object's last segment somewhere in its path
     (`optimizer/state/wte.weight/master_param`). The time is linear in the number of objects: a name
-    that more than a few masters share finds none of them.
+    that more than a few masters share matches none.
 
     Args:
         objects: The objects of a save.
         is_exact: Returns whether the chain with a number is lossless: a master that a lossy codec
-            has changed is not what the object was rounded from.
-        counts: Returns whether to consider an object. Ranks must find the same objects, so that one
-            of them decides: an object that differs between ranks must not count.
+            has changed would round to other values.
+        counts: Returns whether to consider an object. Ranks must find the same objects, so an
+            object that differs between ranks must not count.
     """
     rounded = [n for n, o in enumerate(objects) if _may_be_derived(o) and counts(o.entry)]
     names = {objects[number].entry.path[-1] for number in rounded}
@@ -91,8 +91,8 @@ def _few(numbers: Sequence[int]) -> Sequence[int]:
 def _fits(planned: PlannedObject, master: PlannedObject) -> bool:
     """Return whether the two can be compared while neither may change.
 
-    They are compared when the object is captured. If the master could change between that and its
-    own capture, other values than those compared would be stored.
+    They are compared when the object is captured. If the master could change before its own
+    capture, the stored values would differ from those compared.
     """
     return (
         master.entry.spec.shape == planned.entry.spec.shape

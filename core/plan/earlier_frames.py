@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """One piece of a chunk: bytes `[start, stop)` of a region of an object are at `at`."""
+    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at`."""
 
     path: ObjectPath
     dtype: str
@@ -42,14 +42,14 @@ ChunkKey: TypeAlias = tuple[PieceKey, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredFrame:
-    """A frame with the facts in its part, so that the part of another save can list it.
+    """A frame with the facts from its part, so that another save's part can list it.
 
     Attributes:
-        frame: The frame; its numbers of blob and chain index the tables of its own part.
+        frame: The frame; its blob and chain numbers index the tables of its own part.
         blob: The blob that holds it.
         chain: The codecs that encoded it.
         block_bytes: The bytes per checksum in a raw frame.
-        base: The frame below it in its chain, if any.
+        base: The frame that it is encoded against, if any.
     """
 
     frame: Frame
@@ -67,15 +67,15 @@ class StoredFrame:
 
     @property
     def depth(self) -> int:
-        """The number of bases below it."""
+        """The number of bases that it decodes with."""
         return sum(1 for _ in self.links()) - 1
 
 
 def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
     """Return the keys of chunks of a plan, by number.
 
-    With several ranks these are chunks that this rank writes, once `SavePlan.spans` has their
-    rectangles of each object.
+    With several ranks, this rank writes all of these chunks, and `SavePlan.spans` has their
+    rectangles.
     """
     return {
         number: tuple(key for piece in plan.chunks[number].pieces for key in _keys(plan, piece))
@@ -156,7 +156,7 @@ def _keys_of(pieces: Iterable[PieceKey], length: int) -> Iterator[ChunkKey]:
 def resolved(
     frame: Frame, blobs: Sequence[BlobRecord], chains: Sequence[Chain], block_bytes: int
 ) -> StoredFrame:
-    """Return a frame and its bases with the facts from the tables of its part."""
+    """Return a frame and its bases, with their entries in the tables of its part."""
     base = None if frame.base is None else resolved(frame.base, blobs, chains, block_bytes)
     return StoredFrame(frame, blobs[frame.blob], chains[frame.chain], block_bytes, base)
 
@@ -179,7 +179,7 @@ class ContentKey(NamedTuple):
 def content_key(
     content: int, context: CodecContext, elements: tuple[str, int] | None, *, is_raw: bool
 ) -> ContentKey:
-    """Return the key of a chunk, which is stored raw or goes to codecs.
+    """Return the key of a chunk that is stored raw or encoded.
 
     Args:
         content: The hash of the bytes of the chunk.
@@ -195,8 +195,8 @@ def content_key(
 class EarlierFrames:
     """The frames of a checkpoint that a later save may refer to.
 
-    A chunk is encoded against the frame with the same key. A chunk that equals one of the
-    checkpoint is not stored: the save refers to its frame, found by content.
+    A chunk is encoded against the frame with the same key. A chunk with equal content is not stored
+    again: the save refers to the frame.
 
     Attributes:
         by_key: The frames by the keys of their chunks.
@@ -213,7 +213,7 @@ class EarlierFrames:
             by_key: The frames by the keys of their chunks.
             shared: The frames to find by content, each with the context that codecs get for its
                 chunk. Frames of a save are left out if the checkpoint uses less than half of that
-                save's blobs: a chunk or two would keep all its data alive.
+                save's blobs, since a chunk or two would keep all its data alive.
         """
         self.by_key = by_key or {}
         known = list(shared)
@@ -292,7 +292,7 @@ def _uids(stored: StoredFrame) -> set[str | None]:
 
 
 class PartTables:
-    """The tables of blobs and chains of a part being written, which number frames' entries."""
+    """The blob and chain tables of a part being written. Frames refer to entries by number."""
 
     def __init__(self, blobs: Sequence[BlobRecord], chains: Sequence[Chain]) -> None:
         """Begin with the save's own blobs and chains."""
@@ -302,7 +302,7 @@ class PartTables:
         self._placed: dict[tuple[str, int], Frame] = {}
 
     def place(self, stored: StoredFrame) -> Frame:
-        """Return the frame of another save, and its bases, with numbers in these tables."""
+        """Return another save's frame and its bases, renumbered for these tables."""
         key = stored.blob.name, stored.frame.offset
         if key not in self._placed:
             self._placed[key] = replace(

@@ -75,8 +75,7 @@ class FrameJob(Generic[ChainT]):
             frame, all of an encoded one. Ascending, not touching.
         uses: Where the chunk's bytes go.
         paths: The paths of the objects in the frame, one for each use.
-        bases: The frames below it in its chain, nearest first; each decodes with the next one as
-            its base.
+        bases: The frames that it needs as bases, nearest first; each decodes with the next one.
     """
 
     frame: Frame
@@ -189,7 +188,7 @@ def _context(record: ObjectRecord, shard: ShardRecord, ref: ChunkRef, frame: Fra
 
 
 def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterable[_UseOfShard]:
-    """Return the uses of the chunks that hold the region of a request, each with its place.
+    """Return the uses of the chunks that hold the region of a request, each with its shard.
 
     A shard that several ranks have stored is read once.
 
@@ -227,7 +226,7 @@ def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterabl
 def _uses_in(
     request: ObjectRequest, record: ObjectRecord, shard: ShardRecord, common: Region
 ) -> Iterable[_UseOfShard]:
-    """Return the uses of the elements `common` of a shard."""
+    """Return the uses that read the elements `common` of a shard."""
     _, sink, region, at, _ = request
     assert sink is not None
     assert region is not None
@@ -317,7 +316,7 @@ class RegionSink(ByteSink):
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Copy the elements in the region, except incomplete ones."""
+        """Copy the complete elements of `data` that are in the region."""
         size = self._itemsize
         first, stop = start // size, (start + data.nbytes) // size
         view = self._inner.view()

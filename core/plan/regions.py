@@ -57,7 +57,7 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     regions takes quadratic time, and a map of the elements takes unbounded memory.
 
     A partition always passes. Other regions pass with a probability below `len(shape) / 2**60`
-    (Schwartz-Zippel lemma); that of a wrong chunk with the right checksum is `1 / 2**64`.
+    (Schwartz-Zippel lemma); a wrong chunk passes its checksum with probability `1 / 2**64`.
     """
     whole = Region.whole(tuple(shape))
     if len(regions) == 1 and regions[0] == whole:  # nearly every read
@@ -81,10 +81,10 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """Return how `regions` fail to hold a tensor of `shape`, as a clause; None if they hold it.
+    """Return a clause on how `regions` fail to cover a tensor of `shape`, or None.
 
-    They may hold copies with different cuts: each region must belong to a copy that holds each
-    element once.
+    The regions may hold several copies, cut differently. Each region must belong to a copy that has
+    each element once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
     if is_partition(shape, distinct):
@@ -96,7 +96,7 @@ def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None
 
 
 def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | None:
-    """Return the numbers of regions that hold each element of a tensor once; None: none do."""
+    """Return the numbers of regions that hold each element of a tensor once, or None."""
     if is_partition(shape, regions):
         return list(range(len(regions)))
     try:
@@ -126,7 +126,7 @@ class _Search:
         self._checks_left = min(_MAX_CHECKS, _CHECKS_FOR_EACH * (sum(size) + 1))
 
     def flaw(self) -> str | None:
-        """Return, as a clause, how the non-empty regions do not all belong to copies."""
+        """Return why non-empty regions do not form whole copies, as a clause; None if they do."""
         copied = set(self.copy_with(None, ()) or ())
         if not copied:
             hole = self._free(np.arange(len(self._regions)), (0,) * len(self._shape))
@@ -146,10 +146,10 @@ class _Search:
         return None
 
     def copy_with(self, first: int | None, known: Collection[int]) -> list[int] | None:
-        """Return regions that have each element once, `first` among them; None if there are none.
+        """Return regions, including `first`, that have each element once; None if there are none.
 
-        The region with the first free element begins there, so there are few candidates. Tries
-        those not in `known` first, and the largest.
+        Some region must begin at the first free element, so there are few candidates. Tries those
+        not in `known` first, the largest first.
 
         Raises:
             _TooLongError: All searches together take too long.
@@ -186,10 +186,10 @@ class _Search:
         return None
 
     def _free(self, numbers: NDArray[np.intp], start: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the first element, from `start` on, that none of some regions has.
+        """Return the first element from `start` on that none of the regions has.
 
         Args:
-            numbers: The regions, which overlap in all dimensions except the last `len(start)`.
+            numbers: The regions; they overlap in all but the last `len(start)` dimensions.
             start: Where to begin along these dimensions.
         """
         if not start:

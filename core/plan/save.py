@@ -1,6 +1,6 @@
 """Plans a save: objects -> chunks and slabs -> places in the `.raw` blob. Sans-IO.
 
-The way back is `plan/reads`.
+`plan/reads` plans a restore.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _CAPTURE_ORDER = {Capture.FROZEN: 0, Capture.NOW: 1, Capture.DEFERRED: 2}
 
 
 class PlannedObject(NamedTuple):
-    """One object whose bytes are saved, and how. Tied objects, without own bytes, are left out.
+    """An object whose bytes are saved. Tied objects are left out, since they have no own bytes.
 
     Attributes:
         entry: The object's description.
         capture: When its bytes are captured.
         chain: Number of its codec chain; 0 is raw.
-        version: The version of its memory at its description; None if versions are not counted.
+        version: The version of its memory when it was described; None if versions are not counted.
         may_stay_raw: Whether the codecs are chosen while it is written, so that its chunks are cut
             like raw ones.
     """
@@ -70,7 +70,7 @@ class ShardSpan(NamedTuple):
 
 
 class Piece(NamedTuple):  # a frozen dataclass takes twice as long, once for each object
-    """Bytes `[start, stop)` of the object with the number `item` are at `at` in the chunk."""
+    """Bytes `[start, stop)` of object number `item`, at byte `at` of the chunk."""
 
     item: int
     start: int
@@ -127,7 +127,7 @@ class SavePlan:
     """
 
     def bytes_of_chunks(self, numbers: Collection[int] | None) -> int:
-        """Return the bytes of objects in chunks with these numbers, without padding; None: all."""
+        """Return the bytes of objects in these chunks (None: all), without padding."""
         if numbers is None:
             return self.raw_bytes
         return sum(p.stop - p.start for n in numbers for p in self.chunks[n].pieces)
@@ -135,7 +135,7 @@ class SavePlan:
     def fitting_block_bytes(self) -> int:
         """Return the bytes per checksum that fit the pieces: 256 KiB to 4 MiB, a power of two.
 
-        A reader of part of a piece reads up to a block too much at each end. An average piece has
+        A reader of part of a piece reads up to one extra block at each end. An average piece has
         three to six blocks, so that this excess, and the manifest, stay small.
         """
         pieces = sum(len(chunk.pieces) for chunk in self.chunks)
@@ -150,7 +150,7 @@ class SavePlan:
 
 
 def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
-    """Return the context of a chunk for codecs; a reader of the manifest gets the same."""
+    """Return the codec context of a chunk. A reader of the manifest gets the same context."""
     piece, *others = chunk.pieces
     if others:
         return slab_context(chunk.length, (chunk.dtype, chunk.itemsize))
@@ -168,13 +168,13 @@ def context_of(plan: SavePlan, chunk: Chunk) -> CodecContext:
 
 
 def _span_of(piece: Piece, spans: Sequence[ShardSpan], itemsize: int) -> ShardSpan | None:
-    """Return the rectangle that holds all bytes of a piece; None if they are in several."""
+    """Return the rectangle that holds all bytes of a piece; None if several do."""
     span = spans[bisect_right(spans, piece.start, key=lambda span: span.start) - 1]
     return span if piece.stop <= span.start + span.region.numel * itemsize else None
 
 
 def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
-    """Return the context for codecs of a slab of several objects: one row of elements.
+    """Return the codec context of a slab of several objects, as one row of elements.
 
     Args:
         length: Raw bytes of the slab.
@@ -218,9 +218,8 @@ def plan_save(
         slab_limit_bytes: Smaller objects are gathered into slabs.
         encoded_slab_bytes: Most raw bytes of a slab that goes through a codec chain.
         masters: See `SavePlan.masters`.
-        even_cuts: Cut raw objects at the same bytes wherever their memory is, so that another
-            process cuts them into chunks with equal bytes. The frames of an object then have gaps
-            of a page each between them.
+        even_cuts: Cut raw objects at the same bytes whatever their address, so that other processes
+            make equal chunks. The frames of an object then have gaps of a page between them.
         known: Results of the last save.
 
     Raises:
@@ -278,7 +277,7 @@ class _CutFacts(NamedTuple):
 def _facts(
     objects: Sequence[PlannedObject], sizes: _CutSizes, alone: Collection[int]
 ) -> list[tuple[Any, ...]]:
-    """Return the fields of `_CutFacts` of each object, as tuples, since each save makes them.
+    """Return the `_CutFacts` fields of each object, as tuples for speed: each save makes them.
 
     Args:
         objects: The objects.
@@ -324,7 +323,7 @@ class RawLayout:
     """Gives raw chunks their places in the `.raw` blob, in the order of writing.
 
     Every frame has whole pages of the blob to itself, so no two writes touch one alignment unit.
-    Places are not part of the plan: the bytes of chunks decide which chunks are written.
+    Places are not part of the plan, since the content of chunks decides which ones are written.
 
     Attributes:
         end: End of the last frame, including gaps: the length of the blob.
@@ -357,8 +356,8 @@ class _SlabKey(NamedTuple):
 def replicas_of(entry: StateObject) -> object:
     """Return a key that is equal for objects with equal copies on the same ranks.
 
-    None: all ranks that have the object. Ranks with one key have the same objects for it, in the
-    same order, so each rank knows which chunks the others write.
+    None means all ranks that have the object. Ranks with one key have the same objects under it, in
+    the same order, so each rank knows which chunks the others write.
     """
     replica = entry.replica
     if replica is None:
@@ -390,7 +389,6 @@ class _SlabGatherer:
         self._done: list[Chunk] = []
 
     def take(self, number: int, item: _CutFacts) -> None:
-        """Put the object into a slab."""
         capacity = self._sizes.encoded_slab if item.chain else self._sizes.chunk
         key = _slab_key(item)
         pieces, end = self._open.get(key, ([], 0))

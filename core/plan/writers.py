@@ -25,33 +25,33 @@ WRITER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class RankPlaces:
-    """The places of one rank among others, which it learns only when all have met.
+    """The places of one rank among ranks with equal data, known after all ranks have met.
 
     Attributes:
         plain: Its place among ranks with the same structure, which hold equal plain tensors.
         shared: Its place among ranks with the same index, for each `PerRank` with an index, by its
-            shown path; each rank stores a `PerRank` that is not here.
+            shown path; each rank stores its other `PerRank`s.
     """
 
     plain: Replica = field(default_factory=Replica)
     shared: Mapping[str, Replica] = field(default_factory=dict)
 
     def of(self, entry: StateObject) -> Replica:
-        """Return the place of this rank among those with the same data of an object."""
+        """Return this rank's place among the ranks with an object's data."""
         if entry.replica is None:
             return self.plain
         return self.shared.get(entry.replica.place, entry.replica)
 
 
 def among(replica: Replica, members: Collection[int]) -> Replica:
-    """Return the place of a rank among those of `members` that hold the same.
+    """Return the place of a rank among those of `members` that hold the same data.
 
-    Objects may be on a wider mesh than the ranks that save together: the other ranks hold the same,
-    and write nothing.
+    Objects may be on a wider mesh than the ranks that save together. Ranks outside `members` hold
+    the same data and write nothing.
 
     Args:
-        replica: The place of a member among all ranks that hold the same.
-        members: The numbers in the job of the ranks that save together.
+        replica: The place of a member among all ranks that hold the same data.
+        members: The job-wide numbers of the ranks that save together.
     """
     ranks = tuple(rank for rank in replica.ranks if rank in members)
     if ranks == replica.ranks:
@@ -68,13 +68,14 @@ def chunks_of_rank(
     Args:
         plan: The plan of everything that this rank holds, with even cuts.
         places: The places of this rank among others. The first rank with the same structure writes
-            plain values. The first rank that holds the same writes buffers, sharded or not: each
-            rank may have computed them from its own data, so that they belong together. The first
-            rank that shares a `PerRank` writes it.
+            plain values. The first rank that holds a buffer writes it, sharded or not: each rank
+            may have computed its buffers from its own data, so they belong together. The first rank
+            that shares a `PerRank` writes it.
         writer_bytes: The fewest bytes that one of several writers gets.
 
     The rank that writes the first chunk of a master also writes the objects that may be derived
-    from it, so that one rank has both. They do not count in the division: most take no bytes.
+    from it, so that one rank has both. They do not count when chunks are divided, since most take
+    no bytes.
     """
     groups: dict[object, list[int]] = {}
     held: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
@@ -110,8 +111,8 @@ def chunks_of_rank(
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
     """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
 
-    Data shared with the ranks of a mesh counts in part, so the other bytes of all ranks add up to
-    the bytes stored.
+    Of data replicated on a mesh, each rank counts its share, so the other bytes of all ranks add up
+    to the stored bytes.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):
@@ -129,8 +130,8 @@ def derivable(
 ) -> dict[int, tuple[int, ...]]:
     """Return the objects that this rank may store as derived, in the form of `SavePlan.masters`.
 
-    This rank writes all of the object and of each master, so that it has compared the stored bytes.
-    If the ranks differ in structure there are none: several would decide about one object.
+    This rank writes each such object and its masters whole, so it has compared the stored bytes. If
+    the ranks differ in structure there are none, since several would decide about one object.
 
     Args:
         plan: As for `chunks_of_rank`.
@@ -181,13 +182,13 @@ def _leaders(plan: SavePlan) -> dict[int, int]:
 
 
 def _group_of(entry: StateObject) -> tuple[object, bool]:
-    """Return a key of the objects divided together, and whether one rank writes them."""
+    """Return a key of the objects that are divided together, and whether one rank writes them."""
     of_one = entry.kind is Kind.VALUE or entry.role is Role.BUFFER
     return replicas_of(entry), of_one or (entry.replica is not None and bool(entry.replica.place))
 
 
 def spans_of_rank(plan: SavePlan, mine: frozenset[int]) -> dict[int, tuple[ShardSpan, ...]]:
-    """Return the rectangles of each object, by its number, that a writer of chunks `mine` stores.
+    """Return the rectangles that a writer of the chunks `mine` stores, by object number.
 
     An object that it stores whole has no entry; an object that it does not store has an empty one.
     """
@@ -215,7 +216,7 @@ def _is_whole(entry: StateObject) -> bool:
 
 
 def _spans(regions: Sequence[Region], itemsize: int, start: int, stop: int) -> Iterator[ShardSpan]:
-    """Yield the rectangles that make up bytes `[start, stop)` of some regions in sequence."""
+    """Yield the rectangles that make up bytes `[start, stop)` of the joined regions."""
     at = 0
     for region in regions:
         end = at + region.numel * itemsize

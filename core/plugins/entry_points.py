@@ -50,7 +50,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of `kind` among `given`, or among everything installed, by name."""
+    """Return the entry points of `kind` by name, from `given` or else all installed packages."""
     group = GROUPS[kind]
     if given is None:
         given = installed(group)
@@ -66,7 +66,7 @@ def by_name(given: Iterable[EntryPoint] | None, kind: PluginKind) -> dict[str, l
 
 @installed_only()
 def module_exists(entry: EntryPoint) -> bool:
-    """Return whether the module of `entry` can be found; imports only its parent packages."""
+    """Return whether the module of `entry` exists; imports only its parent packages."""
     try:
         return importlib.util.find_spec(entry.module) is not None
     except (ImportError, ValueError):
@@ -79,7 +79,7 @@ def is_ours(entry: EntryPoint) -> bool:
 
 
 def shipper_of(entry: EntryPoint) -> tuple[str, str]:
-    """Return name and version of the distribution that ships the entry point."""
+    """Return the name and version of the distribution that ships the entry point."""
     # Manually made entry points have no distribution.
     return _name_and_version(entry.dist) if entry.dist else ("(no distribution)", "")
 
@@ -95,12 +95,12 @@ def distribution(entry: EntryPoint) -> str:
 
 
 def label(kind: PluginKind, entry: EntryPoint) -> str:
-    """Return the plugin's name and distribution, to begin a message with."""
+    """Return the plugin's name and distribution, for the start of a message."""
     return f"{kind} {entry.name!r} of {distribution(entry)}"
 
 
 def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
-    """Return the message for several entry points of one name."""
+    """Return the error text for several entry points with the same name."""
     # The order of folders is arbitrary. Penstock's own comes first, so that a user who copies the
     # hint can still read what it stored.
     entries = sorted(entries, key=lambda entry: (not is_ours(entry), shipper_of(entry)))
@@ -113,7 +113,7 @@ def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
 
 
 def breach_of_class(cls: Any, contract: Any, /, *, name: str, distribution: str) -> str | None:
-    """Return how `cls` breaks `contract`, as a clause that follows its name; None if it does not.
+    """Return a clause that says how `cls` breaks `contract`, to follow its name; None if valid.
 
     Args:
         cls: The object loaded from an entry point.
@@ -152,7 +152,7 @@ def _breach_of_declarations(cls: Any, name: str) -> str | None:
 
 
 def _breach_of_facts(cls: Any) -> str | None:
-    """Return the problem with the facts that core reads before it calls any method."""
+    """Check the class attributes that core reads before it calls any method."""
     if issubclass(cls, Codec):
         oldest: object = cls.oldest_readable
         if type(oldest) is not int or not 1 <= oldest <= cls.version:
@@ -174,7 +174,7 @@ def _breach_of_facts(cls: Any) -> str | None:
 
 
 def _declares(cls: type, name: str) -> bool:
-    """Return whether the class, or a class between it and the contract, sets the attribute."""
+    """Return whether the class, or a base class other than the contract, sets the attribute."""
     return any(name in vars(base) for base in cls.__mro__ if base is not StateProvider)
 
 
@@ -198,7 +198,7 @@ def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | Non
 
 
 def default_arguments(cls: type, /) -> tuple[object, ...] | None:
-    """Return arguments for an instance of `cls` without configuration; None if it needs options."""
+    """Return the arguments for an instance of `cls` with defaults; None if it needs options."""
     if issubclass(cls, (StateProvider, Replayer)):
         return ()
     try:
@@ -208,7 +208,7 @@ def default_arguments(cls: type, /) -> tuple[object, ...] | None:
 
 
 def breach_of_instance(plugin: object, /) -> str | None:
-    """Try `plugin`, and return how it breaks its contract, as a clause; None if it does not.
+    """Test `plugin`, and return a clause that says how it breaks its contract; None if valid.
 
     Closes a backend.
 
@@ -221,13 +221,15 @@ def breach_of_instance(plugin: object, /) -> str | None:
         return _breach_of_codec(plugin)
     if isinstance(plugin, Backend):
         return _breach_of_backend(plugin)
-    if isinstance(plugin, Replayer) and type(answer := plugin.handles(object())) is not bool:
-        return f"returned {answer!r} from handles: it must be True or False"
+    if isinstance(plugin, Replayer):
+        answer: object = plugin.handles(object())
+        if type(answer) is not bool:
+            return f"returned {answer!r} from handles: it must be True or False"
     return None
 
 
 def _breach_of_codec(codec: Codec) -> str | None:
-    """Encode one small chunk, decode it, and return the problem with the result."""
+    """Encode and decode a small chunk, and return a clause with the problem, if any."""
     chunk = bytes(range(250)) * 4
     size: object = codec.max_encoded_size(len(chunk))
     if type(size) is not int or size < 0:

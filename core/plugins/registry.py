@@ -1,4 +1,4 @@
-"""Creates plugins from entry points at first use, and chooses the provider of a type or form.
+"""Creates plugins from entry points on first use, and chooses the provider of a type or form.
 
 Every error names the distribution; a plugin's failure never affects other plugins.
 """
@@ -58,12 +58,12 @@ PluginClass = TypeVar("PluginClass", bound="StateProvider | Codec | Backend | Re
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """One installed plugin, for users.
+    """Describes an installed plugin to users.
 
     Attributes:
-        kind: Which contract it claims to fulfill.
+        kind: The contract that the plugin claims to implement.
         name: Entry-point name.
-        distribution: The distribution that ships it.
+        distribution: The distribution that ships the plugin.
         version: Version of the distribution.
         state: `found`: not loaded yet; `ok`: loaded and valid; `failed`: cannot be loaded or
             created, or breaks the contract; `conflict`: another plugin claims the same name or
@@ -82,14 +82,14 @@ class PluginInfo:
 
 
 class Registry:
-    """Plugins by kind and name. Thread-safe.
+    """Finds and creates plugins by kind and name. Thread-safe.
 
-    A name that several distributions claim is an error that lists all of them, until `prefer`
+    If several distributions claim a name, its use raises an error that lists them, until `prefer`
     chooses one.
 
     Args:
-        entry_points: The entry points to choose from; default: everything installed, looked up on
-            first use.
+        entry_points: The entry points to choose from. The default is all installed entry points,
+            found on first use.
     """
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
@@ -106,18 +106,18 @@ class Registry:
 
     @property
     def has_own(self) -> bool:
-        """Return whether classes were registered here, invisible to other processes."""
+        """Whether classes were registered in this process only, with `register`."""
         return bool(self._registered)
 
     def register(self, cls: type[PluginClass], /, *, replace: bool = False) -> type[PluginClass]:
-        """Add a plugin that is not installed; may be used as a decorator.
+        """Add a plugin that is not installed. Also works as a decorator.
 
-        Only this registry knows the class: a process that reads data written with it has to
-        register it, or have it installed, under the same name.
+        Only this registry knows the class. A process that reads its data must register or install a
+        class with the same name.
 
         Args:
-            cls: A class under one of the contracts, registered under its `name`.
-            replace: Whether the class replaces another class of that name.
+            cls: A subclass of one of the contracts, registered under its `name`.
+            replace: Whether the class replaces another class with that name.
 
         Raises:
             PluginError: The class breaks its contract, or the name is taken.
@@ -148,7 +148,7 @@ class Registry:
         return cls
 
     def prefer(self, choices: Preferences, /) -> None:
-        """Choose the distribution for names that several claim, by kind and name."""
+        """Choose the distribution for names that several distributions claim, by kind and name."""
         with self._lock:
             for kind, names in choices.items():
                 for name, chosen in names.items():
@@ -156,7 +156,7 @@ class Registry:
             self._providers = self._replayers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
-        """Return a registry with these choices; this registry if there are none."""
+        """Return a copy of this registry with these choices, or this registry if there are none."""
         if not any(choices.values()):
             return self
         with self._lock:
@@ -175,16 +175,16 @@ class Registry:
         """Return the class of the codec `name`.
 
         Raises:
-            PluginError: There is no such codec, or there are two, or it is broken.
+            PluginError: The codec does not exist, is broken, or several distributions claim it.
         """
         return cast("type[Codec]", self._class("codec", name))
 
     def codec(self, name: str, config: Mapping[str, Any], /) -> Codec:
-        """Return a codec with the options that a user gave.
+        """Return the codec `name` with a user's options.
 
         Raises:
-            PluginError: There is no such codec, or it is broken.
-            ConfigError: The options do not fit it.
+            PluginError: The codec does not exist, is broken, or several distributions claim it.
+            ConfigError: The options are not valid for the codec.
         """
         cls = self.codec_class(name)
         options = validated(cls.Config, config, what=f"options of codec {name!r}")
@@ -194,8 +194,8 @@ class Registry:
         """Return the codec that decodes frames of the recorded name, version and options.
 
         Raises:
-            PluginError: The codec is not installed, broken, older than the one that wrote the
-                checkpoint, too new to read its version, or refuses the stored options.
+            PluginError: The codec is not installed, is broken, refuses the stored options, or does
+                not read the recorded version since it is too old or too new.
         """
         cls = self.codec_class(name)
         whence = distribution(self._only("codec", name))
@@ -220,7 +220,7 @@ class Registry:
         return cast("Codec", self._create("codec", name, cls, options))
 
     def is_lossless(self, name: str, /) -> bool | None:
-        """Return whether the codec `name` is lossless; None: it is not installed, or broken."""
+        """Return whether the codec `name` is lossless; None if it is not installed or broken."""
         try:
             return self.codec_class(name).lossless
         except PluginError:
@@ -230,12 +230,12 @@ class Registry:
         """Return the class of the backend `name`.
 
         Raises:
-            PluginError: There is no such backend, or there are two, or it is broken.
+            PluginError: The backend does not exist, is broken, or several distributions claim it.
         """
         return cast("type[Backend]", self._class("backend", name))
 
     def shipper(self, plugin: str, /) -> str:
-        """Return name and version of a third party's distribution; empty for Penstock's plugins.
+        """Return a third party's distribution and version; empty for Penstock's own plugins.
 
         Args:
             plugin: Kind and name, as in a commit record: `"codec acme"`.
@@ -248,10 +248,10 @@ class Registry:
         return "" if is_ours(entry) or entry.dist is None else distribution(entry)
 
     def preload(self) -> None:
-        """Import all providers; a failed import is retried when the provider is needed.
+        """Import all providers; retries a failed import when the provider is needed.
 
-        A package that creates a checkpointer while it is imported may ship a provider, which can be
-        imported only afterwards.
+        The import fails, for example, if a package ships a provider and creates a checkpointer
+        during its own import.
         """
         with self._lock:
             for name in self.names("provider") if self._providers is None else ():
@@ -264,12 +264,12 @@ class Registry:
 
     @property
     def providers(self) -> ProviderSet:
-        """Return all providers, one instance each; loads them all.
+        """All providers, one instance each; the first access loads them.
 
-        Leaves out a third party's broken provider with one warning; our own is an error.
+        Skips a third party's broken provider with one warning.
 
         Raises:
-            PluginError: Two claim one name, or one of our own is broken.
+            PluginError: Two providers claim the same name, or one of Penstock's own is broken.
         """
         with self._lock:
             if self._providers is None:
@@ -289,15 +289,15 @@ class Registry:
         return next((r for r in self._replayers if r.handles(optimizer)), None)
 
     def names(self, kind: PluginKind, /) -> list[str]:
-        """Return the entry-point names of one kind, sorted; loads nothing."""
+        """Return the sorted entry-point names of one kind, without loading plugins."""
         return sorted(self._entries(kind))
 
     def listing(self, *, load: bool = True) -> list[PluginInfo]:
         """Return every installed plugin, by kind and name.
 
         Args:
-            load: Whether to import and validate each plugin (which may import torch), and to make
-                an instance of each that needs no options. Otherwise only looks for its module.
+            load: Whether to import and validate each plugin (which may import torch), and to create
+                an instance if it needs no options. Otherwise only checks that its module exists.
         """
         with self._lock:
             shared = self._shared_forms() if load else {}
@@ -420,7 +420,7 @@ class Registry:
         return None if chosen is entry else f"`prefer` chooses {label(kind, chosen)}"
 
     def _try(self, kind: PluginKind, entry: EntryPoint, cls: type) -> None:
-        """Make an instance without configuration, and call its cheap methods."""
+        """Create an instance with default options, and call its cheap methods."""
         try:
             arguments = default_arguments(cls)
             problem = None if arguments is None else breach_of_instance(cls(*arguments))
@@ -432,7 +432,7 @@ class Registry:
             raise PluginError(msg)
 
     def _shared_forms(self) -> dict[EntryPoint, str]:
-        """Return a message for each provider that declares a form that another declares too."""
+        """Return a message for each provider with a form that another provider also declares."""
         by_form: dict[str, list[EntryPoint]] = {}
         for entries in self._entries("provider").values():
             for entry in entries:
@@ -455,7 +455,7 @@ class Registry:
 
 
 def _canonical(name: str) -> str:
-    """Return a distribution's name in the normalized form of package indexes."""
+    """Return a distribution's name as package indexes normalize it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -471,7 +471,7 @@ def _checked(kind: PluginKind, entry: EntryPoint, loaded: object) -> type:
 
 @cache
 def default_registry() -> Registry:
-    """Return the registry of everything installed; one per process."""
+    """Return this process's registry of all installed plugins."""
     return Registry()
 
 
@@ -494,10 +494,10 @@ class ProviderSet:
         return [provider for provider, _ in self._providers.values()]
 
     def for_type(self, kind: type, /) -> StateProvider | None:
-        """Return the provider that claims `kind` with the highest priority; None if none does.
+        """Return the provider that claims `kind` with the highest priority; None without a claim.
 
         Raises:
-            PluginError: Two claim it with the same priority, or one with an invalid priority.
+            PluginError: Two providers have the same highest priority, or a priority is invalid.
         """
         with self._lock:
             if kind not in self._by_type:
@@ -508,7 +508,7 @@ class ProviderSet:
         """Return the provider that rebuilds `form`.
 
         Raises:
-            PluginError: No provider does, or two do.
+            PluginError: No provider or several providers rebuild the form.
         """
         names = [name for name, (p, _) in self._providers.items() if form in p.forms]
         if not names:
@@ -526,7 +526,7 @@ class ProviderSet:
         return self._providers[names[0]][0]
 
     def _shipped(self, names: list[str], what: str) -> list[str]:
-        """Keep the provider that ships with Penstock, with one warning; all if none of them does.
+        """Reduce `names` to the provider that ships with Penstock, if any, with one warning.
 
         Otherwise any installed package could make all checkpoints unreadable.
         """

@@ -1,7 +1,7 @@
-"""Several ranks that save or restore one checkpoint together, and how they agree.
+"""Agreement of several ranks that save or restore one checkpoint together.
 
-Here: the thread that conducts the rounds of a save and of a restore; the store of the job, where
-ranks post; the comparison of their states; the rank of this process; and the step after which all
-leave. Not here: the rounds themselves, which `rounds` has, nor the bytes of a rank and the commit
-record, which `save` and `catalog` have. `save` and `restore` import it.
+Covers the thread that drives the rounds of a save and a restore; the job's store, where ranks post;
+the comparison of their states; the rank of this process; and the step after which all ranks stop.
+The rounds themselves are in `rounds`; a rank's bytes and the commit record are in `save` and
+`catalog`. `save` and `restore` import this package.
 """

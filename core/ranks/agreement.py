@@ -1,9 +1,9 @@
-"""This rank's side of a save of several ranks: its posts, and its waits.
+"""This rank's side of a save by several ranks: its posts and its waits.
 
-A process that saves alone is a group of one rank, which agrees with itself at once.
+A process that saves alone is a group of one rank and agrees at once.
 
-The save thread calls it. It carries out the waiting steps of the round; `finish` writes and
-publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
+The save thread calls this module, which carries out the steps of the round that wait. `finish`
+writes and publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _FINAL = frozenset({Step.DONE, Step.CLEAN_UP, Step.KEEP, Step.REPORT_UNKNOWN, St
 class SaveAgreement(RankSession[SaveRound]):
     """This rank's side of a save that several ranks make together.
 
-    Methods that wait call `alive` again and again, which may raise to give up.
+    Methods that wait call `alive` repeatedly. `alive` may raise to end the wait.
     """
 
     alone = False
@@ -92,11 +92,11 @@ class SaveAgreement(RankSession[SaveRound]):
             commit: The table of this rank's save.
             step: The step that this rank was called to save.
             called_s: The time of that call, on the monotonic clock.
-            alive: Called while this waits; raises if the save was given up.
-            look: Returns what the commit record with a generation is: ours, another's or none.
+            alive: Called during each wait; raises if the save was given up.
+            look: Returns whether the commit record of a generation is ours, another's or missing.
 
         Raises:
-            CoordinationError: The store of the job cannot be reached.
+            CoordinationError: The job's store cannot be reached.
         """
         super().__init__(
             group,
@@ -151,7 +151,7 @@ class SaveAgreement(RankSession[SaveRound]):
         self.start()
 
     def gather(self) -> dict[int, Mapping[str, Any]]:
-        """Wait until all ranks are here; return the `arrive` post of each; only on rank 0.
+        """Wait until all ranks arrive; return the `arrive` post of each; only on rank 0.
 
         Raises:
             PenstockError: The save is given up.
@@ -159,7 +159,7 @@ class SaveAgreement(RankSession[SaveRound]):
         while not self.wait_all_here(self.group.timing.rank_poll_s):
             self._alive()
             self.check()
-        self.group.lost.clear()  # ranks that failed before are here again
+        self.group.lost.clear()  # ranks that had failed have arrived again
         return {0: self._arrival, **self.tell(lambda r: dict(r.others.arrived))}
 
     def skip(self, reason: str) -> None:
@@ -214,9 +214,9 @@ class SaveAgreement(RankSession[SaveRound]):
         return places
 
     def check_shared(self, backend: Backend, name: str, *, tier: str | None) -> None:
-        """Check that this rank sees a record that rank 0 has published, once for each place.
+        """Check once per place that this rank sees a record that rank 0 published.
 
-        Otherwise it would write all of its data before rank 0 fails to find it.
+        Without this check a rank writes all of its data before rank 0 fails to find it.
 
         Args:
             backend: The place.
@@ -224,7 +224,7 @@ class SaveAgreement(RankSession[SaveRound]):
             tier: The name of the tier, if the place is a tier.
 
         Raises:
-            SaveError: This rank does not see it; names the remedy.
+            SaveError: This rank does not see the record; the message names the remedy.
             StorageError: The place does not answer.
         """
         if backend.url in self.group.shared:
@@ -237,21 +237,21 @@ class SaveAgreement(RankSession[SaveRound]):
         self.group.shared.add(backend.url)
 
     def check(self) -> None:
-        """Raise if the round is over, since another rank has failed.
+        """Raise if the round has ended because another rank failed.
 
         Raises:
             PenstockError: The save is given up.
         """
-        phase = self.round.phase  # read without the lock: an end stays one
+        phase = self.round.phase  # read without the lock: a phase that is an end is final
         if phase in ENDS and phase is not Phase.COMMITTED:
             raise self._end_error(phase)
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Post that the part of this rank is durable, and wait until all ranks have.
+        """Post that this rank's part is durable, and wait until every rank's part is.
 
         Returns:
-            On rank 0 the posts of the others, by rank. On all others an empty dict; the checkpoint
-            is then committed.
+            The posts of the other ranks, by rank, on rank 0. An empty dict on every other rank,
+            whose checkpoint is then committed.
 
         Raises:
             PenstockError: The save is given up.
@@ -278,10 +278,11 @@ class SaveAgreement(RankSession[SaveRound]):
         """Compare the values that must be equal on ranks; only on rank 0.
 
         Returns:
-            The shown paths of values that mark an empty place of a rank; see `nothing_in`.
+            The shown paths where a rank's value counts as nothing; see `nothing_in`.
 
         Raises:
-            SaveError: A value differs between ranks that have it; names its path and ranks.
+            SaveError: A value differs between ranks that have it; the message names the path and
+                ranks.
         """
         values = self._digests.compared(self.terms["unequal"])
         ranks: dict[str, list[int]] = {digest_of(values): [0]}
@@ -327,15 +328,15 @@ class SaveAgreement(RankSession[SaveRound]):
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The totals of all ranks, as rank 0 has reported them; empty if it could not."""
+        """The totals of all ranks, as reported by rank 0; empty if rank 0 could not report them."""
         result = self.round.result
         return () if result is None else result.totals
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Report this rank's failure to the others; wait until the end of the round is known.
+        """Report this rank's failure to the others; wait until the outcome of the round is known.
 
         Returns:
-            The error to report: `error`, or an error that names the first rank to fail.
+            `error`, or an error that names the first rank to fail.
         """
         cause = cause_of(error)
         if not self.has_begun:
@@ -363,10 +364,10 @@ class SaveAgreement(RankSession[SaveRound]):
         )
 
     def _next(self, *wanted: Step) -> None:
-        """Wait for one of the steps, or for the end.
+        """Wait for one of the steps, or for the end of the round.
 
         Raises:
-            PenstockError: The round has ended in another way; or `alive` raised.
+            PenstockError: The round ended in another way, or `alive` raised.
         """
         while True:
             step = self.next_step(self.group.timing.rank_poll_s)
@@ -432,7 +433,7 @@ class SaveAgreement(RankSession[SaveRound]):
 class AgreementOfOne:
     """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
 
-    No other rank can fail or is waited for. The publisher feeds the table of the save.
+    No other rank can fail, and no method waits. The publisher feeds the save's table.
     """
 
     rank = 0
@@ -476,7 +477,7 @@ class AgreementOfOne:
         """Do nothing: no other rank can fail."""
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Report to the table of the save that all data is durable."""
+        """Report to the save's table that all data is durable."""
         del part
         self._commit.feed(Event.SEALED)
         return {}
@@ -497,11 +498,11 @@ class AgreementOfOne:
         return error
 
     def finish(self) -> None:
-        """Return at once: no rank needs to learn the end."""
+        """Return at once: no other rank needs the outcome."""
 
 
 def _not_shared(url: str, tier: str | None) -> str:
-    """Return the message of a rank that does not see what rank 0 has published at `url`."""
+    """Return the message for a rank that does not see what rank 0 published at `url`."""
     what = f"this rank does not see on {url} what rank 0 has published there"
     if tier is None:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
@@ -514,7 +515,7 @@ def _not_shared(url: str, tier: str | None) -> str:
 
 
 def _alike(error: RankError) -> PenstockError:
-    """Return the error that rank 0 has raised, if all ranks must raise the same."""
+    """Return rank 0's own error if all ranks must raise it; otherwise `error`."""
     for kind in _ALIKE:
         name = failed_with(kind.__name__)
         if error.rank == 0 and error.cause.startswith(name):
@@ -523,4 +524,4 @@ def _alike(error: RankError) -> PenstockError:
 
 
 def _nothing() -> None:
-    """The save is already given up."""
+    """Do nothing: the save is already given up."""

@@ -1,4 +1,4 @@
-"""Finds paths at which ranks of different structures have incompatible entries. Sans-IO.
+"""Finds paths where ranks with different structures have incompatible entries. Sans-IO.
 
 No rank can restore a checkpoint that holds both an object at `ema` and objects below it.
 """
@@ -38,14 +38,13 @@ class _Object(NamedTuple):
 
 
 class Contradictions:
-    """The entries of the ranks of each structure at each path; refuses incompatible entries."""
+    """Collects each structure's entries by path, and refuses incompatible entries."""
 
     def __init__(self, nothing: Collection[str] = ()) -> None:
-        """Begin without ranks.
+        """Start without ranks.
 
         Args:
-            nothing: The shown paths of values that mark an empty place of a rank, from
-                `nothing_in`.
+            nothing: The shown paths where a rank's value counts as nothing, from `nothing_in`.
         """
         self.absent: set[ObjectPath] = set()
         """The objects that count as absent: some ranks have nothing where others have a container.
@@ -57,7 +56,7 @@ class Contradictions:
     def add(
         self, ranks: Sequence[int], objects: Mapping[ObjectPath, Kind], nodes: Iterable[Node]
     ) -> None:
-        """Add the entries of ranks of equal structure.
+        """Add the entries of ranks with the same structure.
 
         Args:
             ranks: The ranks.
@@ -65,7 +64,7 @@ class Contradictions:
             nodes: Their nodes.
 
         Raises:
-            SaveError: They are incompatible with earlier entries; names path and ranks.
+            SaveError: They are incompatible with earlier entries; the message names path and ranks.
         """
         by_path = {node.path: node for node in nodes}
         above = paths_above([*objects, *by_path]) | by_path.keys()

@@ -1,7 +1,7 @@
-"""Reports to all ranks when their checkpoint is durable: how the copies to slower tiers end.
+"""Reports to all ranks whether their checkpoint's copies to slower tiers succeeded.
 
-Only rank 0 copies. It posts the end of each copy, and beats while others wait for a copy. If it is
-silent for the time-out, they count it as dead and stop waiting.
+Only rank 0 copies. It posts the outcome of each copy, and heartbeats while others wait for a copy.
+If rank 0 is silent for the timeout, the others count it as dead and stop waiting.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _GROWTH = 1.5
 
 
 class ToldDrains:
-    """Rank 0's reports on its copies. Thread-safe."""
+    """Posts rank 0's reports on its copies. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float) -> None:
         """Prepare; nothing is posted before `begin`.
 
         Args:
-            coordination: Where the ranks agree.
+            coordination: The store where the ranks agree.
             timeout_s: The others count this rank as dead after this long without a post.
         """
         self._coordination = coordination
@@ -53,7 +53,7 @@ class ToldDrains:
         self._moves = 0
 
     def begin(self, number: int, failing: Callable[[], str]) -> None:
-        """Start to beat for the others, which wait for a copy.
+        """Start heartbeats for the ranks that wait for a copy.
 
         Args:
             number: The number of the round of the save.
@@ -64,14 +64,14 @@ class ToldDrains:
             self._run_on()
 
     def end(self, number: int, post: DrainedPost) -> None:
-        """Report how the copies of a checkpoint ended; returns at once."""
+        """Report how the copies of a checkpoint ended. Returns at once."""
         with self._changed:
             self._open.pop(number, None)
             self._outbox[number] = encode(post)
             self._run_on()
 
     def close(self) -> None:
-        """Wait until the last post is sent, at most for the time-out, then stop posting."""
+        """Wait until the last post is sent, at most for the timeout, then stop posting."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._outbox and self._running), self._timeout_s)
             self._closed = True
@@ -119,21 +119,21 @@ class ToldDrains:
 
 
 class FollowedDrains:
-    """The copies of rank 0, as another rank follows them. Thread-safe."""
+    """Follows rank 0's copies on another rank. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float, timing: Timing) -> None:
         """Prepare; nothing is read before `follow`.
 
         Args:
-            coordination: Where the ranks agree.
+            coordination: The store where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
-            timing: How often to look, and the clock that counts the silence.
+            timing: How often to poll, and the clock that measures the silence.
         """
         self._coordination = coordination
         self._timeout_s = timeout_s
         self._timing = timing
         self._changed = threading.Condition()  # guards all below
-        self._unknown: set[int] = set()  # the rounds whose copies are not known to have ended
+        self._unknown: set[int] = set()  # the rounds whose outcome is unknown
         self._threads: dict[int, threading.Thread] = {}
         self._closed = False
         self._failing = ""
@@ -144,13 +144,13 @@ class FollowedDrains:
         return self._failing
 
     def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
-        """Call `on_end` once, on a separate thread, with the end of the copies of a checkpoint.
+        """Call `on_end` once, on a separate thread, when the copies of a checkpoint end.
 
-        Silence of rank 0 for the time-out, or `close`, counts as the end.
+        Calls it with a failure on `close`, or if rank 0 is silent for the timeout.
 
         Args:
             number: The number of the round of the save.
-            on_end: May do anything, even wait for the next end.
+            on_end: Gets the outcome; may do anything, even wait for the next outcome.
         """
         with self._changed:
             if not self._unknown:
@@ -160,7 +160,7 @@ class FollowedDrains:
             self._threads[number] = spawn("drained", partial(self._follow, number, on_end))
 
     def settle(self) -> None:
-        """Wait until the end of all copies is reported, or the copies of rank 0 are failing."""
+        """Wait until the outcome of all copies is reported, or until rank 0's copies fail."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unknown or self._failing)
             telling = [t for n, t in self._threads.items() if n not in self._unknown]
@@ -169,7 +169,7 @@ class FollowedDrains:
                 thread.join()
 
     def close(self) -> None:
-        """Stop all waits: checkpoints not known to be durable are reported as such."""
+        """Stop all waits. A checkpoint not known to be durable is reported as not durable."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -182,7 +182,6 @@ class FollowedDrains:
         on_end(post)
 
     def _end(self, number: int) -> DrainedPost:
-        """Wait for the end of the copies of a checkpoint."""
         looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None

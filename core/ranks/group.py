@@ -1,4 +1,4 @@
-"""The ranks that save and restore together: the place of this process, and the store they share."""
+"""Ranks that save and restore together: the place of this process, and the store they share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, spawn
-from penstock.core.errors import ConfigError, CoordinationError
+from penstock.core.errors import ConfigError, CoordinationError, RankError
 from penstock.core.limits import MAX_INT
 from penstock.core.plan.writers import WRITER_BYTES
 from penstock.core.ranks.durability import FollowedDrains, ToldDrains
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Coordination
     from penstock.core.concurrency.timing import Timing
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.errors import RankError
     from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
@@ -67,18 +66,18 @@ _MISSED = b"missed"
 
 
 class KnownPlaces:
-    """The places of this rank that a save may rely on before the ranks have met.
+    """Places of this rank that a save may assume before the ranks have met.
 
-    A save that relies on its places captures only the share of this rank, and fails if they were
-    wrong. After each failure the places must stay the same for twice as many saves before a save
-    relies on them: a state that changes at every save loses a few saves, not all.
+    A save that assumes its places captures only this rank's share, and fails if the places were
+    wrong. Each failure doubles the number of saves for which the places must stay the same before a
+    save assumes them again. So a state that changes at every save loses only a few saves.
     """
 
     def __init__(self) -> None:
         self._known: dict[object, RankPlaces] = {}
         self._newest: tuple[object, RankPlaces] | None = None
-        self._times_alike = 0  # saves in a row in which the places were the newest ones
-        self._times_needed = 1  # before they are relied on
+        self._times_alike = 0  # consecutive saves with the newest places
+        self._times_needed = 1  # before a save assumes them
 
     def of(self, key: object) -> RankPlaces | None:
         """Return the places of this rank for a save with `key`; None if unknown."""
@@ -89,12 +88,12 @@ class KnownPlaces:
         self._known = {}
 
     def note(self, key: object, places: RankPlaces, *, assumed: RankPlaces | None) -> None:
-        """Note the places of this rank in a save, as rank 0 has reported them.
+        """Record this rank's places in a save, as reported by rank 0.
 
         Args:
             key: The `Brought.key` of this rank's save.
             places: Its places.
-            assumed: The places that the save relied on, if any.
+            assumed: The places that the save assumed, if any.
         """
         newest = key, places
         self._times_alike = self._times_alike + 1 if newest == self._newest else 1
@@ -126,22 +125,22 @@ class Parting:
         self._posting = threading.Lock()  # held during a post, so that the newest is the last one
 
     def ended(self, number: int) -> None:
-        """Note that this rank knows how a round, and all earlier rounds, ended."""
+        """Record that this rank knows the outcome of this round and of all earlier rounds."""
         with self._lock:
             self._last = max(self._last, number)
 
     def need(self, number: int) -> None:
-        """Note that this rank needs the store for a round even after the round ends."""
+        """Record that this rank needs the store for a round even after the round ends."""
         with self._lock:
             self._needed.add(number)
 
     def release(self, number: int) -> None:
-        """Note that this rank does not need the store for a round any more."""
+        """Record that this rank no longer needs the store for a round."""
         with self._lock:
             self._needed.discard(number)
 
     def leave(self) -> None:
-        """Note that this rank needs the store for no round any more."""
+        """Record that this rank no longer needs the store for any round."""
         self._gone = True
 
     def post(self) -> None:
@@ -162,9 +161,9 @@ class Parting:
         """Wait until no other rank needs the store for a round that this rank knows of.
 
         Args:
-            lost: The ranks that are not waited for.
-            deadline: For how long to wait.
-            pause_s: How long to pause between two looks.
+            lost: The ranks not to wait for.
+            deadline: The limit of the wait.
+            pause_s: The pause between two polls.
         """
         while self._last >= 0 and not self._all_left(lost) and not deadline.is_over():
             time.sleep(pause_s)
@@ -202,13 +201,13 @@ class RankGroup:
         Args:
             rank: The number of this rank, from 0.
             world_size: The number of ranks.
-            coordination: The store where they agree; the group closes it.
+            coordination: The store where the ranks agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
-            host: The name of this machine, for messages; default: its host name.
+            host: The name of this machine in messages; default: its host name.
             writer_bytes: The least bytes that one of several replicas writes; equal on all ranks.
-            members: Their numbers in the job, in order; empty if they are the whole job.
-            name: The name under which they meet, if any.
-            timing: How long to wait, and the clock that counts the silence of others; None: the
+            members: The ranks' numbers in the job, in order; empty if they are the whole job.
+            name: The name under which the ranks meet, if any.
+            timing: How long to wait, and the clock that measures the others' silence; None: the
                 current timing.
         """
         self.writer_bytes = writer_bytes
@@ -224,13 +223,13 @@ class RankGroup:
         self.reads_apart = False
         """Whether the ranks of this host cannot read together."""
         self.lost: set[int] = set()
-        """The ranks that are dead, or have failed; no rank waits for them any more."""
+        """The ranks that are dead or have failed; no rank waits for them."""
         self.shared: set[str] = set()
-        """The places that this rank shares with rank 0, by URL, as far as checked."""
+        """The URLs of the places that this rank is known to share with rank 0."""
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: its reports on its copies to slower tiers."""
         self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
-        """On the others: the copies of rank 0, as they follow them."""
+        """On the other ranks: what they know of rank 0's copies."""
         self._parting = Parting(coordination, self.place)
         self._next = 0
         self._closed = False
@@ -260,9 +259,9 @@ class RankGroup:
         return hashlib.blake2b(seed, digest_size=16).hexdigest()
 
     def give_up(self, number: int, cause: str) -> None:
-        """Report to all ranks that this rank cannot take part, since it failed before it began.
+        """Report to all ranks that this rank failed before it began and cannot take part.
 
-        On a separate thread: the caller is about to raise an error.
+        Posts on a separate thread, because the caller is about to raise an error.
         """
         verdict = Verdict(commit=False, rank=self.place.rank, host=self.place.host, cause=cause)
         self._send(lambda: self.coordination.decide(end_key(number), encode(verdict)))
@@ -271,7 +270,7 @@ class RankGroup:
     def refuse(
         self, number: int, kind: Kind, reason: str, terms: Mapping[str, Any] | None = None
     ) -> None:
-        """Report to all ranks that rank 0 does not begin; on a separate thread."""
+        """Report to all ranks that rank 0 does not begin; posts on a separate thread."""
         post = GoPost(kind, terms or {}, stop=reason)
         self._send(lambda: self.coordination.post(go_key(number), encode(post)))
         self.ended(number)
@@ -285,17 +284,46 @@ class RankGroup:
         data = self.coordination.read([go_key(number)])[0]
         return None if data is None else decode(GoPost, data)
 
-    def ended(self, number: int) -> None:
-        """Note that this rank knows how a round ended, and no longer needs the store for it.
+    def post(self, key: str, value: bytes) -> None:
+        """Post a value of rank 0 for all ranks, on a separate thread; each key only once."""
+        self._send(lambda: self.coordination.post(key, value))
 
-        Rank 0 waits for that before it closes, since the store may live in its process.
+    def wait_for_rank_0(self, key: str, what: str) -> bytes:
+        """Return the value that rank 0 posts under `key`; wait for it.
+
+        Args:
+            key: The key.
+            what: What rank 0 decides, for the message.
+
+        Raises:
+            RankError: Rank 0 has not posted it within `timeout_s`.
+            CoordinationError: The store of the job cannot be reached.
+        """
+        value = self.coordination.read([key])[0]
+        if value is None and self.coordination.wait(key, self.timeout_s):
+            value = self.coordination.read([key])[0]
+        if value is None:
+            cause = f"has not decided {what} for {self.timeout_s:g} s"
+            msg = f"rank 0 {cause}: it made no progress, or its loop differs from this rank's"
+            raise RankError(msg, 0, cause=cause)
+        return value
+
+    def need_store(self) -> None:
+        """Keep rank 0 from closing the store of the job before this rank closes."""
+        if self.place.rank:
+            self._parting.need(0)
+
+    def ended(self, number: int) -> None:
+        """Record that this rank knows how a round ended, and no longer needs the store for it.
+
+        Rank 0 waits for this before it closes, because the store may live in its process.
         """
         self._parting.ended(number)
         if self.place.rank:
             self._send(self._parting.post)
 
     def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
-        """Call `on_end` with the end of the copies of a round's checkpoint, as `FollowedDrains`.
+        """Call `on_end` when the copies of a round's checkpoint end, as `FollowedDrains` does.
 
         This rank needs the store for that round until then.
         """
@@ -309,14 +337,15 @@ class RankGroup:
         self.followed_drains.follow(number, release)
 
     def settle(self) -> None:
-        """Wait until it is known here which checkpoints are durable, or rank 0 cannot copy them."""
+        """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
         self.followed_drains.settle()
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the coordination; on rank 0 after the others know how the last round ended.
 
-        Waits for them at most `timeout_s`. Reports that this rank has closed, so that no rank waits
-        for it. No thread of this group is left on return, unless the store hangs. Idempotent.
+        Rank 0 waits for the others at most `timeout_s`. Each rank reports that it has closed, so
+        that no rank waits for it. No thread of this group is left on return, unless the store
+        hangs. Idempotent.
 
         Args:
             error: Why this rank closes, for the messages of the others; None if nothing went wrong.
@@ -348,7 +377,7 @@ class RankGroup:
         self.coordination.close()
 
     def _take_seats_of_lost(self) -> None:
-        """Take the seats of ranks that never arrived: they meet the others at the next meeting."""
+        """Take the seats of ranks that never arrived, so that they meet the others next time."""
         for rank in sorted(self.lost):
             self.coordination.decide(_seat_key(rank), _MISSED)
 
@@ -366,30 +395,29 @@ _every: weakref.WeakSet[RankGroup] = weakref.WeakSet()
 
 
 def close_groups_at_exit() -> None:
-    """Close the groups that are still open.
+    """Close the groups that are still open, so that no thread of theirs aborts the process.
 
-    If an exception has ended the program, the other ranks learn of it.
-
-    If a daemonic thread returns from a C++ library while the interpreter exits, an exception ends
-    the thread that the library does not expect, which aborts the process.
+    A daemon thread may return from a C++ library while the interpreter exits. It then gets an
+    exception that the library does not expect, which aborts the process. If an exception has ended
+    the program, the other ranks get it as the reason.
     """
     for group in list(_every):
         group.close(getattr(sys, "last_value", None))
 
 
 class RanksOfJob:
-    """Finds the ranks of a checkpointer when they are needed: it may be older than the group."""
+    """Finds the ranks on first use, because a checkpointer may be older than its process group."""
 
     def __init__(
         self, given: Any, *, config: CheckpointerConfig, url: str, name: str | None = None
     ) -> None:
-        """Prepare; nothing is looked for.
+        """Prepare; does not look for the ranks.
 
         Args:
             given: A process group, the numbers of ranks in the job, or a `RankGroup`; None takes
                 the default process group.
-            config: Says whether this process is alone, and the time-out.
-            url: The run, for messages.
+            config: Holds the timeout, and whether this process is alone.
+            url: The URL of the run, for messages.
             name: The name under which the ranks meet, instead of a count of checkpointers.
 
         Raises:
@@ -407,10 +435,10 @@ class RanksOfJob:
         self._saves_alone = False
 
     def leads(self) -> bool:
-        """Return whether this process is alone, or rank 0, which does single tasks.
+        """Return whether this process does the job's single tasks: it is alone, or it is rank 0.
 
-        Does not join the ranks. Perhaps only some ranks call this, and the n-th checkpointers that
-        join on all ranks belong together.
+        Does not join the ranks. Perhaps only some ranks call this, and joining would shift the
+        count by which the n-th checkpointers of all ranks meet.
 
         Raises:
             ConfigError: This process is not in the group that it was given.
@@ -435,7 +463,7 @@ class RanksOfJob:
     def place(self) -> RankPlace | None:
         """Return the place of this process among the ranks that save together; None: it is alone.
 
-        Does not join the ranks, as `leads`.
+        Does not join the ranks, like `leads`.
 
         Raises:
             ConfigError: There are several ranks, and this one cannot find the others.
@@ -448,7 +476,7 @@ class RanksOfJob:
         return found
 
     def alone_among_several(self) -> str:
-        """Return a remedy if other processes seem to save here, too; may be empty."""
+        """Return a remedy if other processes also seem to save here; may be empty."""
         count = os.environ.get("WORLD_SIZE", "1")
         if self._config.ranks != "alone" or count == "1":
             return ""
@@ -490,7 +518,7 @@ class RanksOfJob:
         return found
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close the group, if it was found; `error` is why."""
+        """Close the group, if it was found, with `error` as the reason."""
         if error is not None:  # the others may soon wait for this rank
             with suppress(ConfigError, CoordinationError):
                 self.of_restore()
@@ -516,17 +544,17 @@ class RanksOfJob:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the cause that the other ranks get for an error, in one line."""
+    """Return the one-line cause that other ranks get for an error."""
     return f"{failed_with(type(error).__name__)}{_line_of(error)}"
 
 
 def failed_with(name: str) -> str:
-    """Return the beginning of the cause for an error of this name."""
+    """Return the start of the cause for an error with this class name."""
     return f"{_FAILED}{name}: "
 
 
 def is_logged(error: RankError) -> bool:
-    """Return whether rank 0 has logged the error: not if rank 0 itself is silent or dead."""
+    """Return whether rank 0 has logged the error. A silent or dead rank 0 has not."""
     return error.rank != 0 or error.cause.startswith(_FAILED)
 
 
@@ -549,18 +577,18 @@ def group_of_job(
     name: str = "",
     token: bytes = b"",
 ) -> RankGroup | None:
-    """Return the ranks of the torch.distributed job; None for a process that is alone.
+    """Return the ranks of the torch.distributed job; None if this process is alone.
 
     Args:
         group: A process group, or the numbers of ranks; None takes the default group.
         timeout_s: As in `RankGroup`.
-        name: The name under which they meet; empty: the n-th groups of all processes meet.
+        name: The name under which the ranks meet; empty: the n-th groups of all processes meet.
         token: With a name: identifies the checkpointer that takes the seat, even on a retry.
 
     Raises:
-        ConfigError: This process is not in `group`, the store of the job cannot be used, or the
-            name is in use in this process.
-        CoordinationError: The store of the job does not answer.
+        ConfigError: This process is not in `group`, the job's store cannot be used, or the name is
+            in use in this process.
+        CoordinationError: The job's store does not answer.
     """
     place = place_in_job(group)
     if place is None:
@@ -600,11 +628,11 @@ _named: weakref.WeakValueDictionary[tuple[int, str, int], RankGroup] = weakref.W
 
 
 def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
-    """Return the number of the first meeting of a name in which the seat of this rank is free.
+    """Return the number of the first meeting of a name where this rank's seat is free.
 
-    Each rank has one seat in each meeting, which is taken once: by the rank when it arrives, or by
+    A rank has one seat per meeting, and a seat is taken once: by the rank when it arrives, or by
     ranks that waited for it in vain. So a rank that failed before it arrived meets the others at
-    the next meeting. So does a restarted rank: its earlier seats are taken.
+    the next meeting. A restarted rank does too, because its earlier seats are taken.
     """
     for first in itertools.count(0, _SEATS_AT_ONCE):
         numbers = range(first, first + _SEATS_AT_ONCE)
@@ -617,10 +645,10 @@ def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
 
 
 def _numbers(ranks: Iterable[object]) -> tuple[int, ...]:
-    """Return numbers of ranks in ascending order.
+    """Return the ranks' numbers in ascending order.
 
     Raises:
-        ConfigError: They are none.
+        ConfigError: The list is empty, or its items are not distinct rank numbers.
     """
     given = list(ranks)
     numbers = sorted({rank for rank in given if type(rank) is int and rank >= 0})

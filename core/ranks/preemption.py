@@ -1,4 +1,4 @@
-"""Leaves training when the scheduler asks for it: on all ranks of a job after the same step."""
+"""Stops training on the scheduler's request: on all ranks of a job after the same step."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _STOP_KEY = "stop"
 
 
 class AgreedStop:
-    """Finds the step after which all ranks of a job stop, once one of them is asked to.
+    """Finds the step after which all ranks of a job stop, once any rank is asked to.
 
-    A separate thread of each rank reads once per second whether another rank was asked. Then the
-    rank posts the last step that it has passed, and passes no further step before the stop is
-    known: the furthest step that any rank has passed. So no rank is past the stop when it learns of
-    it. No main thread has to make progress for that. A register of the store decides once: a rank
-    whose loop ends first, or that has waited too long, decides that no rank stops.
+    A separate thread of each rank checks once per second whether another rank was asked. If so, the
+    rank posts the last step that it has passed, and passes no other step until the stop is known.
+    The stop is the furthest step that any rank has passed, so no rank is past the stop when it
+    learns it. No main thread has to make progress for that. A register of the store decides once. A
+    rank whose loop ends first, or that has waited too long, decides that no rank stops.
     """
 
     def __init__(self, group: RankGroup, asked: SimpleQueue[str | None], *, limit_s: float) -> None:
@@ -53,7 +53,7 @@ class AgreedStop:
 
         Args:
             group: The ranks; closed by `close`.
-            asked: Gets the reason when this rank is asked to stop. A signal handler may put one.
+            asked: The queue of reasons to stop; a signal handler may put one.
             limit_s: The most seconds for the ranks to agree.
         """
         self._group = group
@@ -79,7 +79,7 @@ class AgreedStop:
         return step > self._stop
 
     def close(self) -> None:
-        """Decide that no rank stops, unless it is already decided, and close the group."""
+        """Decide that no rank stops, if nothing is decided yet, and close the group."""
         with suppress(CoordinationError):  # rank 0 may have ended, and the store with it
             self._decide(_NEVER)
         self._asked.put(None)
@@ -109,7 +109,7 @@ class AgreedStop:
             try:
                 found = store.decide(_ASKED_KEY, own) if own else store.read([_ASKED_KEY])[0]
             except CoordinationError as error:
-                if reason:  # once; tried again after a pause
+                if reason:  # logged once; retried after a pause
                     log.warning(
                         "%s, and the other ranks cannot learn of it: %s", own.decode(), error
                     )
@@ -120,7 +120,7 @@ class AgreedStop:
                 return True
 
     def _agree(self) -> int:
-        """Return the stop; `_NEVER` if the ranks cannot agree in time."""
+        """Return the step of the stop; `_NEVER` if the ranks cannot agree in time."""
         deadline = Deadline(self._limit_s)
         with self._lock:
             self._holds = True
@@ -136,13 +136,14 @@ class AgreedStop:
         if stop == _NEVER:
             log.warning("training does not stop: %s", why)
         else:
-            self._group.ended(0)  # rank 0 waits for that, since the store may be in its process
+            self._group.ended(0)  # rank 0 waits for this: the store may be in its process
         return stop
 
     def _furthest(self, deadline: Deadline) -> int:
-        """Post the step that this rank has passed; on rank 0, return the furthest of all.
+        """Post the step that this rank has passed; on rank 0, return the furthest step.
 
-        Returns `_NEVER` on the others when it is decided, and on rank 0 if a rank does not post.
+        Other ranks wait for the decision and return `_NEVER`. Rank 0 returns `_NEVER` if a rank
+        does not post.
         """
         store, place = self._group.coordination, self._group.place
         store.post(_passed_key(place.rank), b"%d" % self._passed)
@@ -165,7 +166,7 @@ class AgreedStop:
 
 
 class Preemption:
-    """Tells the training loop when to leave, on all ranks of a job after the same step.
+    """Ends the training loop on all ranks of a job after the same step.
 
     ```python
     with penstock.Preemption() as leaving:
@@ -176,14 +177,14 @@ class Preemption:
                 break
     ```
 
-    A signal to any rank counts for all. `leaving(step)` compares two numbers; the store of the job
-    is asked once per second, on another thread, and no collective is used. After a signal, one call
-    on each rank waits until all ranks have agreed, for about a second.
+    A signal to any rank counts for all. `leaving(step)` compares two numbers. Another thread polls
+    the job's store once per second, and no collective is used. After a signal, one call on each
+    rank waits until all ranks have agreed, for about a second.
 
     Earlier handlers also run, except Python's own for Ctrl-C, and are restored at the end. In a
-    forked child, such as a worker of a data loader, the signals do nothing, except SIGTERM, which
-    ends it as before. A worker also leaves the process group of its rank, since the launcher may
-    send SIGTERM to the whole group.
+    forked child, such as a data loader worker, SIGTERM still ends the child, and the other signals
+    do nothing. A worker also leaves its rank's process group, because the launcher may send SIGTERM
+    to the whole group.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Preemption:
         """Prepare; no handler is installed yet.
 
         Args:
-            signals: Names or numbers of the signals that ask for leaving.
+            signals: Names or numbers of the signals that request the stop.
             deadline_s: The seconds from the signal to the kill, if known. If the ranks cannot agree
                 in this time, they continue training; default: 60.
             ranks: `"auto"`: all ranks of torch.distributed leave together. `"alone"`: this process
@@ -250,12 +251,12 @@ class Preemption:
             self._undo.close()
 
     def __call__(self, step: int) -> bool:
-        """Return whether to leave now, after `step`; the same on all ranks, which all call it.
+        """Return whether to leave after `step`; all ranks call this and get the same answer.
 
-        It stays true for all later steps. The answer for a step never changes.
+        Once true, it stays true for all later steps. The answer for a step never changes.
 
         Args:
-            step: The step that this rank has just made; ascending, the same ones on all ranks.
+            step: The step that this rank has just finished; ascending, the same steps on all ranks.
         """
         if self._agreed is not None:
             return self._agreed.is_past(step)
@@ -282,7 +283,7 @@ class Preemption:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
         if os.getpid() != self._pid:
-            if number == signal.SIGTERM:  # else the parent's `Process.terminate` waits for ever
+            if number == signal.SIGTERM:  # else the parent's `Process.terminate` waits forever
                 signal.signal(number, earlier or signal.SIG_DFL)
                 signal.raise_signal(number)
             return
@@ -300,7 +301,7 @@ def _signal(name: str | int) -> signal.Signals:
 
 
 def _ranks_of_job(limit_s: float) -> RankGroup | None:
-    """Return the ranks of the job, which meet here; None if this process is alone."""
+    """Return the job's ranks, which meet under a fixed name; None if this process is alone."""
     if obstacle := missing_job():
         raise ConfigError(obstacle)
     return group_of_job(
@@ -309,10 +310,10 @@ def _ranks_of_job(limit_s: float) -> RankGroup | None:
 
 
 def _leave_process_group(_: Preemption) -> None:
-    """Keep signals for the process group of a rank from the workers of its data loader.
+    """Keep signals for a rank's process group from the workers of its data loader.
 
     SIGTERM ends a worker even if the rank handles it, and torch then raises an error in the rank
-    before it can save. Only these workers: they end automatically when their rank is gone.
+    before it can save. Only data loader workers leave the group: they end when their rank is gone.
     """
     target = getattr(multiprocessing.current_process(), "_target", None)
     if getattr(target, "__name__", "") == "_worker_loop":  # of torch, and of torchdata

@@ -1,4 +1,4 @@
-"""One rank in one round: a thread carries out the round's operations on the store of the job."""
+"""One rank in one round: a thread carries out the round's operations on the job's store."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ R = TypeVar("R", bound="Round")
 
 
 class RankSession(Generic[R]):
-    """A round under way on this rank. Any thread may call its methods, which contact no other rank.
+    """A round in progress on this rank. Any thread may call its methods.
 
-    Training never waits for others here: hooks and fences only call `tell`, which takes a lock for
-    microseconds.
+    Training never waits for other ranks here: hooks and fences only call `tell`, which holds a lock
+    for microseconds.
     """
 
     def __init__(self, group: RankGroup, round_: R) -> None:
         """Prepare; `start` begins.
 
         Args:
-            group: The ranks. A call of their store should end within a quarter of the round's
-                time-out, so that a hanging store is noticed in time.
-            round_: The round; from now on only `tell` may change it. Once it is over it no longer
-                changes, and may be read without the lock.
+            group: The ranks. A call to their store should end within a quarter of the round's
+                timeout, so that a hanging store is noticed in time.
+            round_: The round; from now on only `tell` may change it. A finished round no longer
+                changes and may be read without the lock.
         """
         self.group = group
         self.round = round_
@@ -54,7 +54,7 @@ class RankSession(Generic[R]):
         self._thread = spawn("ranks", self._run)
 
     def tell(self, what: Callable[[R], T]) -> T:
-        """Call `what` with the round, under the lock; the other ranks soon learn of the change."""
+        """Call `what` with the round under the lock, and wake the thread that posts changes."""
         with self._changed:
             result = what(self.round)
             self._told = True
@@ -62,15 +62,15 @@ class RankSession(Generic[R]):
             return result
 
     def moved(self, done: int, total: int) -> None:
-        """Note progress; the next beat reports it to the others."""
+        """Count progress; the next heartbeat reports it to the others."""
         with self._changed:
             self.round.moved(done, total)
 
     def wait_all_here(self, timeout_s: float) -> bool:
-        """Wait until rank 0 has heard of all ranks, or has a step to do; return whether it has.
+        """Wait until rank 0 has heard from all ranks or has a step to do; return whether it has.
 
         Raises:
-            BaseException: As with `next_step`.
+            BaseException: As in `next_step`.
         """
         with self._changed:
             self._changed.wait_for(
@@ -99,20 +99,20 @@ class RankSession(Generic[R]):
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank has something to do, or the round is over."""
+        """Whether this rank has a step to do, or the round is over."""
         with self._changed:
             return self._has_news()
 
     @property
     def has_begun(self) -> bool:
-        """Whether the other ranks can learn of this one."""
+        """Whether the other ranks can learn that this rank has begun."""
         return self._thread is not None
 
     def finish(self) -> bool:
         """Wait until the others can read all they need from this rank; return whether they can.
 
-        Waits at most `timeout_s` for the thread to end. After that this rank no longer needs the
-        store of the job for this round.
+        Waits at most `timeout_s` for the thread to end. After that, this rank no longer needs the
+        job's store for this round.
         """
         if self._thread is None:
             return True
@@ -121,7 +121,7 @@ class RankSession(Generic[R]):
         return not self._thread.is_alive()
 
     def abort_error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
-        """Return the error of an abort, as `Round.error`; no rank waits for its cause any more."""
+        """Return the error of an abort, as `Round.error`; later waits skip the ranks at fault."""
         error = self.round.error(what, stays, own=own)
         if error is not None and error.rank != self.group.place.rank:
             self.group.lost |= {error.rank, *self.round.others.still}
@@ -180,7 +180,7 @@ class RankSession(Generic[R]):
         return Answer(self.group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
-        """Wait for the time, or until the engine reports something."""
+        """Wait for `seconds`, or until the engine reports an event."""
         with self._changed:
             self._changed.wait_for(lambda: self._told, timeout_s)
             self._told = False

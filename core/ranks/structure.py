@@ -1,4 +1,4 @@
-"""The parts of their states that ranks compare: structure, plain values, and lines of tensors.
+"""Facts that ranks compare: the structure, plain values, and sampled lines of tensors.
 
 Tested in `tests/core/ranks/test_lines.py` and `tests/integration/ranks/test_save_failures.py`.
 """
@@ -47,13 +47,14 @@ _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What a rank compares with others: the digests of values and tensors.
+    """Digests of values and tensors that a rank compares with the other ranks.
 
     Attributes:
-        values: Of the plain values and tensors of this rank, by shown path.
-        shared: Of everything that this rank has at each `PerRank` with an index, by shown path.
-        replicas: Of the pieces of tensors that other ranks hold, too: by a key that these ranks
-            have in common, then by the piece.
+        values: Digests of this rank's plain values and tensors, by shown path.
+        shared: Digests of everything that this rank has at each `PerRank` with an index, by shown
+            path.
+        replicas: Digests of the pieces of tensors that other ranks also hold: by a key that these
+            ranks have in common, then by piece.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -64,8 +65,8 @@ class Digests:
         """Return the digests that must be equal on all ranks that have them.
 
         Args:
-            unequal: Keys of replicas that are not equal on all their ranks, from
-                `unequal_replicas`. Other replicas are left out.
+            unequal: Keys of the replicas that differ between ranks, from `unequal_replicas`. Other
+                replicas are left out.
         """
         digests = dict(self.values)
         for key in unequal:
@@ -75,7 +76,7 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """A rank's contribution to a save, as far as the others need to know it.
+    """The facts about a rank's state that other ranks need for a save.
 
     Attributes:
         structure: The digest of the structure of this rank's state.
@@ -90,15 +91,15 @@ class Brought:
 
     @property
     def key(self) -> object:
-        """The key that determines the places of this rank while the others' keys stay the same."""
+        """The key that determines this rank's places while the other ranks' keys stay the same."""
         return self.structure, tuple(sorted(self.shared.items()))
 
     def without_state(self) -> Brought:
-        """Return this without digests, which hold the state: the user may free it now."""
+        """Return a copy without the digests, which hold the state: the user may free it then."""
         return Brought(self.structure, self.shared)
 
     def arrival(self, digests: Digests) -> dict[str, Any]:
-        """Return the post of this rank for its arrival."""
+        """Return the post with which this rank arrives."""
         shared = {path: list(place) for path, place in self.shared.items()}
         told: dict[str, Any] = {"structure": self.structure}
         if shared:
@@ -117,13 +118,13 @@ class Brought:
         shared: Mapping[str, tuple[int, int]],
         masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
-        """Return the contribution of a rank with this description; takes its lines now.
+        """Return the facts about a rank's described state; samples its lines now.
 
         Raises:
-            TornSnapshotError: Memory was freed since it was described.
+            TornSnapshotError: Memory was freed after the description.
         """
         objects: list[StateObject] = []
-        alone: list[StateObject] = []  # of submeshes; no other rank of these holds the same
+        alone: list[StateObject] = []  # of submeshes, where no other rank holds the same objects
         for entry in entries:
             if isinstance(entry, StateObject):
                 if _is_compared(entry, own_paths, shared):
@@ -148,9 +149,9 @@ class Brought:
 def _is_compared(
     entry: StateObject, own_paths: Sequence[ObjectPath], shared: Collection[str]
 ) -> bool:
-    """Return whether an object must be equal on other ranks, which may write it in its place.
+    """Return whether an object must be equal on other ranks, which may write it instead.
 
-    Buffers may differ: one of the ranks that hold the same buffers stores all of them.
+    Buffers may differ: only one of the ranks that hold a buffer stores it.
     """
     replica, is_value = entry.replica, entry.kind is Kind.VALUE
     if replica is not None and replica.place:
@@ -176,14 +177,14 @@ def structure_digest(
 ) -> str:
     """Return a digest that is equal for ranks that describe the same objects.
 
-    These ranks hold the same plain tensors. A rank's rectangles of other tensors, and the lengths
-    of values, do not count.
+    Ranks with equal digests hold the same plain tensors. A rank's rectangles of other tensors and
+    the lengths of values do not count.
 
     Args:
         entries: Objects and nodes of the state.
         own_paths: Paths below which each rank has its own objects, which do not count.
-        masters: The objects that may be derived, each with its masters. They determine the writers:
-            ranks that disagree could each leave an object to the other.
+        masters: The objects that may be derived, each with its masters. Masters determine the
+            writers: ranks that disagree could each leave an object to the other.
     """
     hashed = blake2b(digest_size=_DIGEST_BYTES)
     for entry in entries:
@@ -204,11 +205,11 @@ def structure_digest(
 def value_digests(
     objects: Iterable[StateObject], lines: Mapping[ObjectPath, bytes]
 ) -> dict[str, str]:
-    """Return a digest of each object that must be equal on all ranks, by its shown path.
+    """Return a digest of each object that must be equal on all ranks, by shown path.
 
-    That is each plain value whole, and some lines of each plain tensor, including the first and the
-    last: ranks share the bytes of these tensors, so tensors that drifted apart would be stored as a
-    mixture.
+    The digest covers each plain value whole, and some lines of each plain tensor, including the
+    first and the last. Ranks share the writing of these tensors, so tensors that drifted apart
+    would be stored as a mixture.
     """
     found: dict[str, str] = {}
     for entry in objects:
@@ -247,13 +248,13 @@ def replica_digests(
 ) -> dict[str, dict[str, str]]:
     """Return a digest of some lines of each piece that several ranks hold.
 
-    They share its bytes as they share those of plain tensors.
+    Ranks share the writing of these pieces, as they do for plain tensors.
 
     Returns:
-        For each set of ranks that hold the same pieces, by a common key, the digests by piece:
-        "model/w from [4, 0], of shape [4, 8]". If the provider does not name these ranks, the
-        pieces themselves decide: so pieces that two ranks hold by mistake are compared, too. No
-        more sets than fit a post.
+        The digests by piece, such as "model/w from [4, 0], of shape [4, 8]", for each set of ranks
+        that hold the same pieces, by a common key. If the provider does not name these ranks, equal
+        pieces form a set, so pieces that two ranks hold by mistake are also compared. Holds no more
+        sets than fit in a post.
     """
     sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
     for entry in objects:
@@ -274,12 +275,12 @@ def replica_digests(
 
 
 def copies_to_compare(objects: Iterable[StateObject]) -> frozenset[ObjectPath]:
-    """Return the paths of a few tensors that other ranks may have a copy of.
+    """Return the paths of a few tensors that other ranks may also hold.
 
-    If two stages of a pipeline give different tensors one name, only one tensor would be stored. No
-    stage knows the other's names. So each chooses the names of the lowest hash: stages with mostly
-    common names choose some of the same. Buffers may differ, and the state of an optimizer has the
-    names of its parameters.
+    If two pipeline stages give one name to different tensors, only one tensor would be stored. No
+    stage knows the other's names. So each stage chooses the names with the lowest hashes, and
+    stages with mostly common names choose some of the same names. Buffers are left out because they
+    may differ, and optimizer states because they have the names of their parameters.
     """
     spread = [
         entry.path
@@ -297,9 +298,9 @@ def copy_digests(
     copies: Collection[ObjectPath],
     lines: Mapping[ObjectPath, bytes],
 ) -> dict[str, dict[str, str]]:
-    """Return a digest of some lines of each of these copies, as `replica_digests` does.
+    """Return a digest of some lines of each of these copies, like `replica_digests`.
 
-    A piece has its own key, the same on ranks that hold the same piece of another copy.
+    Each piece has its own key, which is the same on every rank that holds this piece of a copy.
     """
     found = {}
     for entry in objects:
@@ -319,7 +320,7 @@ _OF_NOTHING = frozenset(map(_digest, NOTHING))
 
 
 def _bytes_of(entry: StateObject, lines: Mapping[ObjectPath, bytes]) -> bytes | memoryview | None:
-    """Return the compared bytes of an object: a whole value, or the lines of a tensor."""
+    """Return the compared bytes of an object: the whole value, or the lines of a tensor."""
     return entry.source.view() if entry.kind is Kind.VALUE else lines.get(entry.path)
 
 
@@ -346,7 +347,7 @@ def _in_words(entry: StateObject) -> str:
 
 
 def nothing_in(values: Mapping[str, str]) -> set[str]:
-    """Return the shown paths of values that `is_nothing`, from what `value_digests` returns."""
+    """Return the shown paths of values that `is_nothing`, from `value_digests`' result."""
     return {path for path, digest in values.items() if digest in _OF_NOTHING}
 
 
@@ -357,16 +358,16 @@ def digest_of(values: Mapping[str, str]) -> str:
 
 
 def dump_values(values: Mapping[str, str]) -> list[bytes]:
-    """Return the digests of values in pieces that can be posted."""
+    """Return the digests of values, split into pieces that fit in a post."""
     data = compress(json.dumps(dict(values)).encode())
     return [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
 
 
 def load_values(pieces: Sequence[bytes], name: str) -> dict[str, str]:
-    """Return what `dump_values` wrote.
+    """Return the digests that `dump_values` wrote.
 
     Raises:
-        FormatError: The pieces are something else.
+        FormatError: The pieces hold something else.
     """
     values: dict[str, str] = json.loads(decompress(b"".join(pieces), name))
     return values
@@ -405,7 +406,7 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 4", "ranks 0-3, 5"."""
+    """Return the ranks in words: "rank 4", "ranks 0-3, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -423,7 +424,7 @@ def classes_of(digests: Sequence[str | bytes]) -> list[int]:
 
 
 def place_in(numbers: Sequence[int], rank: int) -> Replica:
-    """Return the place of a rank among ranks with its number. Without numbers it is alone."""
+    """Return a rank's place among the ranks with the same number; alone without numbers."""
     if not numbers:
         return Replica()
     alike = [other for other, number in enumerate(numbers) if number == numbers[rank]]
@@ -431,16 +432,17 @@ def place_in(numbers: Sequence[int], rank: int) -> Replica:
 
 
 def indices_of(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Return the index of each rank in each `PerRank` with an index, by its shown path.
+    """Return the index of each rank in each `PerRank` with an index, by shown path.
 
     Args:
-        given: Index and count of each of them, by its shown path, of each rank in order.
+        given: Each rank's index and count of each such `PerRank`, by shown path, in order of ranks.
 
     Returns:
-        The indices in order of ranks, -1 for a rank that does not have it.
+        The indices in order of ranks; -1 for a rank without that `PerRank`.
 
     Raises:
-        SaveError: Ranks give different counts, or none gives some index; names path and ranks.
+        SaveError: Ranks give different counts, or no rank gives an index; the message names path
+            and ranks.
     """
     found: dict[str, list[int]] = {}
     for path in sorted({path for one in given for path in one}):
@@ -471,11 +473,11 @@ def indices_of(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[i
 def shared_difference(
     indices: Mapping[str, Sequence[int]], digests: Mapping[int, Mapping[str, str]]
 ) -> str | None:
-    """Return how ranks with one index of a `PerRank` differ, as a sentence; None if they do not.
+    """Return how ranks with the same `PerRank` index differ, as a sentence; None if they do not.
 
     Args:
         indices: As `indices_of` returns them.
-        digests: What `shared_digests` has returned on each rank.
+        digests: The result of `shared_digests` on each rank.
     """
     for path, numbers in indices.items():
         first: dict[int, int] = {}
@@ -493,13 +495,13 @@ def shared_difference(
 
 
 def pack_numbers(numbers: Sequence[int]) -> str:
-    """Return integers as text, which is short if they follow a pattern, as those of ranks do."""
+    """Return integers as text, which is short for regular patterns such as those of ranks."""
     steps = np.diff(np.array(numbers, np.int64), prepend=0)
     return base64.b64encode(compress(steps.tobytes())).decode()
 
 
 def unpack_numbers(text: str | bytes) -> list[int]:
-    """Return what `pack_numbers` was given.
+    """Return the integers given to `pack_numbers`.
 
     Raises:
         FormatError: The text is something else.
@@ -515,10 +517,10 @@ def unpack_numbers(text: str | bytes) -> list[int]:
 
 
 def lines_within(nbytes: int, itemsize: int) -> Lines:
-    """Return the compared bytes of a tensor: the same for every device and memory layout.
+    """Return the positions of a tensor's compared bytes, for every device and memory layout.
 
-    With eight equal steps one strided view has all lines of a tensor whose bytes are a multiple of
-    64.
+    Eight equal strides let one strided view cover all lines of a tensor whose byte count is a
+    multiple of 64.
     """
     width = max(LINE_BYTES // itemsize, 1) * itemsize
     if nbytes <= (LINES + 1) * width:
@@ -527,17 +529,17 @@ def lines_within(nbytes: int, itemsize: int) -> Lines:
 
 
 class TakenLines:
-    """The lines of some tensors, taken when this is made. Memory may change afterwards.
+    """A copy of sampled lines of some tensors. Their memory may change afterwards.
 
-    Lines in host memory are copied at once. Copies of lines on a device only begin, since the
-    caller of `save` would otherwise wait for all work that it has queued there.
+    Lines in host memory are copied on construction. Copies from a device only start then, because
+    the caller of `save` would otherwise wait for all work queued on the device.
     """
 
     def __init__(self, entries: Iterable[StateObject]) -> None:
-        """Take the lines of these tensors.
+        """Sample the lines of these tensors.
 
         Raises:
-            TornSnapshotError: The memory of one was freed since it was described.
+            TornSnapshotError: A tensor's memory was freed after its description.
         """
         self._taken: dict[ObjectPath, bytes] = {}
         self._begun: list[tuple[list[ObjectPath], Callable[[], Sequence[bytes]]]] = []

@@ -1,7 +1,7 @@
 """Judges the templates of all ranks together: a restore fails only if no rank's template fits.
 
-Each stage of a pipeline has other objects. A pattern that names the new head is unused on all ranks
-except one, and another stage restores the objects that this stage lacks.
+Each pipeline stage has different objects. A pattern that names the new head matches on one rank
+only, and another stage restores the objects that this stage lacks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TemplateFit:
 
     Attributes:
         patterns: The patterns of the selection, as text.
-        unused: The numbers of the patterns that match nothing of the checkpoint or the template.
+        unused: The numbers of the patterns that match nothing in the checkpoint or the template.
         idle: Whether template and checkpoint have nothing in common within the selection.
         stored: The number of selected objects of the checkpoint.
         extra: The numbers, in stored order, of selected objects that the template lacks.
@@ -57,7 +57,7 @@ class TemplateFit:
 
     @property
     def selection(self) -> str:
-        """A digest that is equal on ranks whose numbers mean the same.
+        """A digest that is equal on ranks whose pattern and object numbers mean the same.
 
         All ranks get the same selection, but a rank's own `rename` may change its numbers.
         """
@@ -65,24 +65,24 @@ class TemplateFit:
 
 
 class RoundOverError(RestoreError):
-    """Ends an attempt after another rank ended the round; the round has the error to raise."""
+    """Signals that another rank ended the round; the round has the error to raise."""
 
 
 class TemplatesOfRanks:
     """The templates of the ranks that restore together, as one rank knows them.
 
-    Each rank posts in a few bytes how its template fits. A rank whose template fits continues at
-    once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's verdict; if
-    rank 0 is such a rank, it waits for all others. So if something fits no rank, no rank has
-    changed anything yet.
+    Each rank posts a few bytes that describe how its template fits. A rank whose template fits
+    continues at once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's
+    verdict; if rank 0 is such a rank, it waits for all others. So if a pattern or the checkpoint
+    fits no rank, no rank has changed anything yet.
     """
 
     def __init__(self, selection: str) -> None:
         """Prepare.
 
         Args:
-            selection: The selection that this rank was called with, as text: it must be the same on
-                all ranks, or replicas would restore different halves.
+            selection: The selection of this rank's call, as text. It must be the same on all ranks,
+                or replicas would restore different parts.
         """
         self.selection = _shortened(selection)
         self._session: RankSession[RestoreRound]
@@ -91,7 +91,7 @@ class TemplatesOfRanks:
         """The numbers in `extra` that no rank's template has; on rank 0, once all have restored."""
 
     def begin(self, session: RankSession[RestoreRound]) -> None:
-        """Begin a round, before anything else is called."""
+        """Set the round; called before any other method."""
         self._session, self._fit, self.lacked = session, None, ()
 
     @property
@@ -103,7 +103,7 @@ class TemplatesOfRanks:
         return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
-        """Return the parts of `fit` that are true of the templates of all ranks.
+        """Return `fit` with only those faults that are true for the templates of all ranks.
 
         Raises:
             RoundOverError: Another rank has failed.
@@ -128,10 +128,10 @@ class TemplatesOfRanks:
         return _judged(fit, _read(verdict, "rank 0's verdict on templates", _WORD))
 
     def end(self) -> None:
-        """Find the objects that no rank's template has, once all have restored; only on rank 0.
+        """Find the objects that every rank's template lacks, once all have restored.
 
-        Ranks with another selection do not count. If the store of the job can no longer be read,
-        they are all objects that this rank's template lacks.
+        Only on rank 0. Ranks with another selection do not count. If the job's store can no longer
+        be read, the result is all objects that this rank's template lacks.
         """
         fit = self._fit
         if fit is None or not fit.extra or self._group.place.rank:
@@ -180,7 +180,7 @@ class TemplatesOfRanks:
         return np.frombuffer(bits, np.uint8)
 
     def _wait(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of all keys, once they are there.
+        """Wait until all keys have values, and return the values.
 
         Raises:
             RoundOverError: The round ended first.
@@ -190,7 +190,7 @@ class TemplatesOfRanks:
         return [value for value in found if value is not None]
 
     def _insist(self, call: Callable[[], T], is_done: Callable[[T], bool] = lambda _: True) -> T:
-        """Repeat `call` until its result is enough, and return it, or until the round ends."""
+        """Repeat `call` until it returns an accepted result or the round ends."""
         session, timing = self._session, self._group.timing
         all_ask_s = self._group.place.world_size * timing.rank_share_s  # all ranks may wait at once
         while True:
@@ -236,7 +236,7 @@ def _read(data: bytes, name: str, keys: Sequence[str]) -> Fields:
 
 
 def _shortened(text: str) -> str:
-    """Return text that fits a post, and differs if `text` does."""
+    """Return text that fits in a post, and that differs whenever `text` does."""
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}... ({_digest(text.encode('utf-8', 'surrogatepass'))})"

@@ -1,8 +1,8 @@
-"""The ranks of a torch.distributed job: which one this process is, and the store where they agree.
+"""Ranks of a torch.distributed job: the rank of this process, and the store for agreement.
 
-The store is a clone of the job's own: a wait on one client of a TCPStore holds up all other calls
-of that client, and those of training must not wait for ours. No process group: creating one is
-collective, and a rank that died breaks it for good.
+The store is a clone of the job's own store. A wait on one client of a TCPStore delays all other
+calls of that client, and training's calls must not wait for ours. No process group is used:
+creating one is collective, and a dead rank breaks it for good.
 
 Tested in `tests/core/ranks/test_coordination.py`, and the places in
 `tests/integration/ranks/test_names.py`.
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 # After a call that has hung for its whole time, others wait for this share of their time.
 _HELD_UP_SHARE = 1 / 4
-# The n-th instances of all ranks belong together, since all ranks run the same program.
+# The n-th instances of all ranks belong together: all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
     """Return a prefix that is the same for the same call on every rank, and new for each call.
 
-    Holds the number of restarts if torchrun's agent hosts the store, which outlives them, and the
-    number of prefixes that this process has taken: ranks that sleep through a restart must not meet
-    the ranks after it. All ranks must call this in the same order, unless they give a name.
+    The prefix holds the number of prefixes that this process has taken. It also holds the number of
+    restarts if torchrun's agent hosts the store, which outlives restarts: ranks that sleep through
+    a restart must not meet the ranks after it. All ranks must call this in the same order, unless
+    they give a name.
 
     Args:
         ranks: The ranks that agree there, if they are not the whole job.
-        name: Takes the place of the count; each call with this name returns the same prefix.
+        name: Replaces the count; each call with this name returns the same prefix.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
@@ -71,12 +72,12 @@ def job_prefix(ranks: Sequence[int] = (), name: str = "") -> str:
 
 
 class TorchCoordination(Coordination):
-    """Values are keys of a c10d store (TCPStore, HashStore, FileStore, or a PrefixStore of one).
+    """Stores values as keys of a c10d store: TCPStore, HashStore, FileStore, or a PrefixStore.
 
-    Without torchrun the server of a TCPStore lives in the process of rank 0, which must outlast the
-    last decision. So rank 0 closes last, after it has posted the result and the others have had
-    time to read it, and holds a reference to the store until then. If the process dies, all ranks
-    get a CoordinationError, and look at the root instead.
+    Without torchrun the server of a TCPStore lives in rank 0's process, which must outlive the last
+    decision. So rank 0 holds a reference to the store, and closes after it has posted the result
+    and the others have had time to read it. If the process dies, all ranks get a CoordinationError
+    and look at the root instead.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class TorchCoordination(Coordination):
         """
         check_blob_name(prefix)
         distributed: Any = import_module("torch.distributed")  # its types know no bytes
-        if store is None:  # private, but torch's own `new_group` takes the store this way, too
+        if store is None:  # private, but torch's own `new_group` also takes the store this way
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
             self._store = distributed.PrefixStore(prefix, store.clone())
@@ -111,7 +112,7 @@ class TorchCoordination(Coordination):
         self._network_error: type[Exception] = distributed.DistNetworkError
         is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
         self._died = "" if is_rank_0 else "rank 0 probably died: "
-        self._broken: tuple[Deadline, str] | None = None  # no call until then, and why
+        self._broken: tuple[Deadline, str] | None = None  # no call before this deadline, and why
         self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
         self._original = store  # the server may live in this object
         self._prefix = prefix
@@ -126,7 +127,7 @@ class TorchCoordination(Coordination):
 
     @property
     def host(self) -> str | None:
-        """The machine of the TCPStore; None for a store of another kind."""
+        """The host of the TCPStore; None for a store of another kind."""
         store = self._original
         while (below := getattr(store, "underlying_store", None)) is not None:
             store = below
@@ -134,29 +135,29 @@ class TorchCoordination(Coordination):
         return host if isinstance(host, str) else None
 
     def post(self, key: str, value: bytes, /) -> None:
-        """Post as the contract says."""
+        """Post as the contract requires."""
         check_coordination_value(key, value)
         data = bytes(value)
         self._call(lambda: self._set(key, data))
 
     def read(self, keys: Sequence[str], /) -> list[bytes | None]:
-        """Read as the contract says, in one round trip (on loopback 0.1 s for 10,000 keys)."""
+        """Read as the contract requires, in one round trip (0.1 s for 10,000 keys on loopback)."""
         for key in keys:
             check_coordination_key(key)
         wanted = list(keys)
         return self._call(lambda: self._read(wanted))
 
     def decide(self, key: str, value: bytes, /) -> bytes:
-        """Decide as the contract says, by the store's compare-and-set."""
+        """Decide as the contract requires, by the store's compare-and-set."""
         check_coordination_value(key, value)
         data = bytes(value)
         return self._call(lambda: bytes(self._store.compare_set(key, "", data)))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait as the contract says: polls, less often if there are more ranks.
+        """Wait as the contract requires, by polling; more ranks poll less often.
 
-        Not with the store's own `wait`: it blocks the client, and each time-out prints a warning of
-        the C++ library.
+        Does not use the store's own `wait`: it blocks the client, and the C++ library prints a
+        warning at each timeout.
         """
         deadline = Deadline(timeout_s)
         pause_s = self._timing.store_poll_first_s
@@ -168,7 +169,7 @@ class TorchCoordination(Coordination):
         return True
 
     def close(self) -> None:
-        """Close as the contract says; a call that hangs for the call time-out is left behind.
+        """Close as the contract requires; abandons a call that hangs for the call timeout.
 
         A thread that returns from the C++ library while the interpreter exits aborts the process.
         """
@@ -264,7 +265,7 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
     """Return the place of a rank of the job among `members`; None if it is alone there.
 
     Raises:
-        ConfigError: It is not among them, or some of them are not in the job.
+        ConfigError: The rank is not a member, or some members are not in the job.
     """
     if members[-1] >= world_size or rank not in members:
         msg = (
@@ -279,9 +280,9 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
 
 
 def missing_job() -> str:
-    """Return a remedy if the environment promises several ranks, and none can be found.
+    """Return a remedy if the environment announces several ranks but none can be found.
 
-    Empty if it promises none, or if this process can already find them.
+    Empty if it announces none, or if this process can already find them.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

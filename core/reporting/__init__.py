@@ -1,5 +1,5 @@
 """Handles, reports, events and progress: the caller's view of work in flight.
 
-Here: records and futures that users receive. Not here: the code that fills them. All packages above
+Covers records and futures that users receive, but not the code that fills them. All packages above
 `abc` may import this one.
 """

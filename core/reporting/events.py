@@ -1,7 +1,7 @@
 """Events of a run's checkpoints, for `on_event` and for the log.
 
-An event carries the report that the call returns, and the log lines are made from it, so that the
-three cannot disagree.
+An event carries the report that the call returns. Log lines are made from the event, so the event,
+the report and the log always agree.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _EventBase:
     __slots__ = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the event as JSON-ready data, without a live object.
+        """Return the event as JSON-ready data without live objects.
 
         Fields of the report are merged into those of the event. A tuple in a report becomes its
-        length, an error its type and text; a restore's paths and values are left out.
+        length, and an error becomes its type and text. A restore's paths and values are left out.
         """
         data: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type] # each event is a dataclass
@@ -91,7 +91,7 @@ class RestoreEvent(_EventBase):
     """An event of a restore or a load.
 
     Attributes:
-        kind: `restore_started`, `restore_done`, `restore_failed`, or the same with `load`.
+        kind: `restore_started`, `restore_done`, `restore_failed`, or the same kinds with `load`.
         step: The step of the checkpoint. With `on_damage="fallback"` each attempted checkpoint has
             its own `restore_started`.
         report: The report, with `restore_done` and `load_done`; the latter without `values`.
@@ -115,7 +115,7 @@ class VerifyEvent(_EventBase):
 
 @dataclass(frozen=True, slots=True)
 class DeleteEvent(_EventBase):
-    """The deletion of checkpoints.
+    """A deletion of checkpoints.
 
     Attributes:
         kind: `deleted`.
@@ -142,8 +142,9 @@ Event = SaveEvent | RestoreEvent | VerifyEvent | DeleteEvent | PruneEvent
 class EventStream:
     """Passes the events of a run to the log, then to `on_event`.
 
-    Calls `on_event` on the thread where the event happens. Logs its exceptions as text: a handler
-    that keeps log records would otherwise keep the exception, its frames, and the tensors in them.
+    Calls `on_event` on the thread where the event occurs. Logs exceptions of `on_event` as text,
+    because a handler that keeps log records would otherwise keep the exception, its frames and
+    their tensors.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
@@ -187,10 +188,10 @@ class EventStream:
 
 
 class _InOrder:
-    """Passes on each event of a save once, one after the other.
+    """Passes on each event of a save once, one at a time.
 
     The capture and the commit end on different threads. The first thread passes on the events of
-    both, so that neither waits for a callback that runs on the other.
+    both, so that neither thread waits for a callback on the other.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
@@ -201,7 +202,7 @@ class _InOrder:
         self._emitting = False
 
     def add(self, *events: SaveEvent) -> None:
-        """Pass on the new ones of `events`, and those that other threads add meanwhile."""
+        """Pass on the new events, and those that other threads add in the meantime."""
         with self._lock:
             self._waiting += [event for event in events if event.kind not in self._seen]
             self._seen.update(event.kind for event in events)
@@ -227,7 +228,7 @@ _PAST = {"restore_done": "restored", "load_done": "loaded"}
 
 
 def _log(event: Event) -> None:
-    """Log one line for an event; the end of a save is logged by the save thread itself."""
+    """Log one line for an event. The save thread itself logs the end of a save."""
     match event:
         case RestoreEvent(report=report) if report is not None:
             log.info(

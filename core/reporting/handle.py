@@ -1,4 +1,4 @@
-"""The end of a save: resolves each of its futures once, in order, and without holding a lock.
+"""Resolves each future of a save once, in order, and without holding a lock.
 
 Tested in `tests/core/reporting/test_events.py`.
 """
@@ -38,7 +38,7 @@ class Ending:
         return threading.get_ident() in self._calling
 
     def check_may_wait(self) -> None:
-        """Refuse a wait for the save that would never end.
+        """Raise an error if a wait for the save would never end.
 
         Raises:
             SaveError: The caller is in a callback that the save itself waits for.
@@ -70,7 +70,7 @@ class Ending:
         self._resolve([self.handle.captured], lambda future: future.set_result(None))
 
     def commit(self, report: SaveReport) -> None:
-        """Resolve `committed`: the save cannot fail any more. Does nothing after `fail`."""
+        """Resolve `committed`, after which the save cannot fail. Does nothing after `fail`."""
         self._resolve([self.handle.committed], lambda future: future.set_result(report))
 
     def succeed(self, report: SaveReport) -> None:
@@ -86,7 +86,8 @@ class Ending:
         """Resolve all futures with an error; return False if the save has ended already.
 
         Args:
-            why: Returns the error; called under `lock`, so that the state it reads cannot change.
+            why: Returns the error; called under `lock`, so that the state that it reads cannot
+                change.
             first: Called under `lock`, before any callback can run.
         """
         handle = self.handle

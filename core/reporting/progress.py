@@ -1,4 +1,4 @@
-"""Progress of an operation, passed to the caller's callback or shown on standard error."""
+"""Reports the progress of an operation to a callback or on standard error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Listener:
         self._what = what
 
     def __call__(self, progress: Progress) -> None:
-        """Pass on the progress."""
+        """Pass `progress` to the callback."""
         if self._on_progress is None:
             return
         try:
@@ -55,8 +55,8 @@ class Listener:
 class Meter:
     """Counts the bytes of one operation, and reports them about ten times per second.
 
-    Always reports the beginning of a phase. Needs no lock, since calls never overlap: the thread
-    that opens a phase waits while another thread counts the phase's bytes.
+    Always reports the start of a phase. Needs no lock because calls never overlap: the thread that
+    opens a phase waits while another thread counts the phase's bytes.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Meter:
         self._over = False
 
     def begin(self, phase: str) -> None:
-        """Count from zero: the operation begins, or begins again with another checkpoint."""
+        """Count from zero, for a new operation or a retry with another checkpoint."""
         self._done = self._total = 0
         self.enter(phase)
 
     def enter(self, phase: str) -> None:
-        """Begin the next phase, and report it."""
+        """Start the next phase, and report it."""
         self._phase = phase
         self._report()
 
     def will_enter(self, phase: str) -> None:
-        """Begin the next phase without a report: the next `expect` reports both together."""
+        """Start the next phase without a report; the next `expect` reports both."""
         self._phase = phase
 
     def expect(self, size_bytes: int) -> None:
@@ -93,16 +93,16 @@ class Meter:
         self._report()
 
     def advance(self, size_bytes: int) -> None:
-        """Add to the bytes that were read and verified; report them every tenth of a second."""
+        """Add to the bytes read and verified; report them at most ten times per second."""
         self._done += size_bytes
         if self._quiet.is_over():
             self._report()
 
     def end(self, phase: str) -> None:
-        """Report the last phase, and nothing after it.
+        """Report the last phase, and stop reporting.
 
-        A stuck store may answer a read late and count more bytes: the caller would see progress of
-        an operation that has ended.
+        Bytes that a stuck store delivers later would otherwise show as progress of an ended
+        operation.
         """
         self.enter(phase)
         self._over = True
@@ -132,9 +132,9 @@ def follow(
     on_progress: Callable[[Progress], None],
     timing: Timing | None = None,
 ) -> None:
-    """Report the progress of a save until it ends; does not count as seeing its error.
+    """Report the progress of a save until it ends. The save's error stays unseen.
 
-    Polls, because the threads of a save have no time for callbacks, and would call them while
+    Polls, because the threads of a save have no time for callbacks and would call them while
     holding locks.
     """
     listener = Listener(on_progress, f"the save of step {handle.step}")
@@ -152,9 +152,9 @@ def follow(
 class ProgressBar:
     """Shows the progress of one operation at a time; pass an instance as `on_progress`.
 
-    Shows a bar on standard error in a terminal or a notebook. In a pipe it writes a line of text to
-    standard error every `every_s` seconds, and none for an operation that ends sooner. It can be
-    used again after an operation has ended.
+    Shows a bar on standard error in a terminal or a notebook. In a pipe, writes a line of text
+    every `every_s` seconds, and no line for an operation that ends sooner. An instance can be
+    reused after an operation ends.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ProgressBar:
             label: The name of the operation, such as `"restore"`.
             every_s: The seconds between lines in a pipe; None writes no lines.
             transient: Whether the bar disappears at the end.
-            file: The stream to write to, instead of standard error.
+            file: The stream to write to; None: standard error.
             clock: Returns seconds; tests replace it.
         """
         self._label = label
@@ -203,7 +203,7 @@ class ProgressBar:
             self.close()
 
     def close(self) -> None:
-        """Finish the bar and restore the terminal; idempotent, called when the operation ends."""
+        """Finish the bar and restore the terminal. Called when the operation ends; idempotent."""
         bar, self._bar = self._bar, None
         self._began_s = self._line_s = None
         if bar is not None:
@@ -252,7 +252,7 @@ def _open_bar(label: str, stream: TextIO, *, transient: bool) -> Bars | None:
     from rich.text import Text  # noqa: PLC0415
 
     class Amount(ProgressColumn):
-        """Sizes and speed in the units of our other output; rich's own columns count in kB."""
+        """Shows sizes and speed in the units of our other output; rich's columns count in kB."""
 
         def render(self, task: Any) -> Text:
             done, total, speed = task.completed, task.total, task.finished_speed or task.speed

@@ -1,4 +1,4 @@
-"""Reports, and the handle of a save: the results of the public calls."""
+"""Reports of the public calls, and the handle of a save."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class HtmlTable:
     """Shows a dataclass as a table in a notebook: a row for each field that has a value.
 
-    Escapes all names and texts, since another user may have stored them.
+    Escapes all names and texts, because another user may have stored them.
     """
 
     __slots__ = ()
@@ -41,17 +41,17 @@ class HtmlTable:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """What a rule with `codecs = "auto"` chose for one class of objects in one save.
+    """The choice of a rule with `codecs = "auto"` for one class of objects in one save.
 
     Attributes:
-        objects: The class: role and dtype, `"optimizer float32"`.
+        objects: The class: role and dtype, such as `"optimizer float32"`.
         codec: The codec; None if the class is stored raw.
         why: The reason, in words.
         bytes_raw: The bytes of the class.
-        bytes_stored: The bytes of its frames. While the store is measured, a part of a class may
-            be stored raw before a codec is chosen.
-        ratio: Raw bytes per stored byte when the choice was made: of the codec, or, if the class is
-            raw, of the best codec for it. None if none was measured.
+        bytes_stored: The bytes of its frames. While the store is being measured, a part of a class
+            may be stored raw before a codec is chosen.
+        ratio: Raw bytes per stored byte at the time of the choice: for the chosen codec, or for the
+            best codec if the class is raw. None if no codec was measured.
         encode_bytes_per_s: The raw bytes per second that the cores encode with that codec.
         cores: The cores that encoding may use.
         store_bytes_per_s: The bandwidth of the store; None if unknown.
@@ -70,15 +70,15 @@ class CodecChoice:
 
 @dataclass(frozen=True, slots=True)
 class SaveTotals:
-    """The sum of what all ranks of a save wrote.
+    """The sums of what all ranks of a save wrote.
 
     Attributes:
         bytes_raw: The bytes of the stored state before encoding.
         bytes_stored: The bytes of the blobs.
         blobs: The number of blobs.
-        bytes_twice: The part of `bytes_raw` beyond one copy of each tensor: if the states of ranks
-            have different structures (stages of a pipeline), common objects (a tied embedding) are
-            stored once for each structure.
+        bytes_twice: The part of `bytes_raw` beyond one copy of each tensor. If ranks have states of
+            different structures (pipeline stages), common objects (a tied embedding) are stored
+            once per structure.
     """
 
     bytes_raw: int
@@ -87,34 +87,60 @@ class SaveTotals:
     bytes_twice: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SaveInterval:
+    """How often `Checkpointer.due` returns True, and what that costs.
+
+    Attributes:
+        steps: The steps from one save to the next.
+        seconds: The same in seconds of training.
+        why: The reason for this interval, in words.
+        overhead: The share of the training time that saves, and logs if the run logs, cost the
+            training thread.
+        lost_steps: The steps that a crash loses on average: half an interval, and those that are
+            trained until a save is durable. With a log: one, the most.
+        lost_seconds: The same in seconds of training.
+    """
+
+    steps: int
+    seconds: float
+    why: str
+    overhead: float
+    lost_steps: float
+    lost_seconds: float
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(HtmlTable):
     """The report of a durable save.
 
     Attributes:
         step: The step.
-        uid: The name of the attempt, 32 hex digits.
+        uid: The id of the save, 32 hex digits.
         generation: 0, or higher after `overwrite=True`.
-        bytes_raw: The bytes of the state, tied tensors once.
+        bytes_raw: The bytes of the state; tied tensors count once.
         bytes_stored: The bytes of the blobs.
         blobs: The number of blobs.
         objects: The number of objects, including tied ones.
         engine: The backend that wrote the blobs.
         direct_io: Whether the page cache was bypassed.
         exclusive: Whether the store itself decided which saver owns the step.
-        deferred_bytes: The bytes captured after `save` returned, before the fence let training
+        deferred_bytes: The bytes captured after `save` returned and before the fence let training
             pass.
-        straight_bytes: The bytes written straight from live tensors because staging was too small.
-        seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` is from
-            the call of `save` until the checkpoint is durable. `blocked` is the time in which the
-            caller was blocked: with `blocking` all of it, else until `save` returned, and at the
-            fence. `plan` is waiting for an earlier save, describing and planning. `encode` and
-            `write` are the time in which any such work was in flight.
-        tiers: The tiers that have the whole checkpoint when the report is made, the fastest first;
+        straight_bytes: The bytes written directly from live tensors because staging was too small.
+        seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` runs
+            from the call of `save` until the checkpoint is durable. `blocked` is the time in which
+            the caller was blocked: all of it in mode `blocking`, else until `save` returned plus
+            the wait at the fence. `plan` covers waiting for an earlier save, describing and
+            planning. `encode` and `write` are the time in which any such work was in flight.
+        tiers: The tiers that had the whole checkpoint at the time of the report, fastest first;
             empty without tiers.
-        codecs: What rules with `codecs = "auto"` chose, by class of objects.
-        ranks: How many ranks saved it together. The figures above count only this rank's work.
+        codecs: The choices of rules with `codecs = "auto"`, one per class of objects.
+        ranks: The number of ranks that saved it together. The figures above count only this rank's
+            work.
         total: The sum over all ranks.
+        interval: If the run uses `Checkpointer.due`: when the next save is due, and why. On rank 0,
+            which decides it.
     """
 
     step: int
@@ -134,13 +160,18 @@ class SaveReport(HtmlTable):
     codecs: tuple[CodecChoice, ...] = ()
     ranks: int = 1
     total: SaveTotals = SaveTotals(0, 0, 0)
+    interval: SaveInterval | None = None
 
     def __repr__(self) -> str:
         """Return the main figures in one short line."""
+        following = ""
+        if self.interval is not None:
+            steps = counted(self.interval.steps, "step")
+            following = f"; the next is due after {steps}: {self.interval.why}"
         return (
             f"<SaveReport step={self.step}: {counted(self.objects, 'object')}, "
             f"{size_text(self.bytes_raw)}, {size_text(self.bytes_stored)} stored through "
-            f"{self.engine} in {self.seconds['total']:.3f} s>"
+            f"{self.engine} in {self.seconds['total']:.3f} s{following}>"
         )
 
 
@@ -150,9 +181,9 @@ class CheckReport(HtmlTable):
 
     Attributes:
         objects: The number of objects, including tied ones.
-        bytes_raw: The bytes of the state, tied tensors once.
-        deferred_bytes: The bytes that a lazy save would capture after it returns, before the fence
-            lets training pass.
+        bytes_raw: The bytes of the state; tied tensors count once.
+        deferred_bytes: The bytes that a lazy save would capture after it returns and before the
+            fence lets training pass.
         staging_bytes: The most memory that the capture takes, within the option `staging_bytes`.
     """
 
@@ -168,11 +199,13 @@ class Progress:
 
     Attributes:
         bytes_done: The bytes written, or read and verified, so far.
-        bytes_total: The known bytes to write or read; may grow while `phase` is `plan` or `read`.
-        phase: For a save `capture`, `write`, `commit`, with tiers `drain`; then `durable`, `failed`
-            or `skipped`. For a restore or load `plan`, `read`, `place`; for a verification
-            `manifest`, `read`, with `repair` also `repair`; for an export `write`, after the phases
-            of a load if it exports a whole tree; then `done` or `failed`.
+        bytes_total: The bytes to write or read, as far as known; may grow while `phase` is `plan`
+            or `read`.
+        phase: For a save: `capture`, `write`, `commit`, with tiers `drain`, then `durable`,
+            `failed` or `skipped`. Any other operation ends with `done` or `failed`. For a restore
+            or load: `plan`, `read`, `place`. For a verification: `manifest`, `read`, with `repair`
+            also `repair`. For an export: `write`, after the phases of a load if it exports a whole
+            tree.
     """
 
     bytes_done: int
@@ -182,10 +215,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """An object that `restore(strict=False)` skipped, since the checkpoint's does not fit it.
+    """An object that `restore(strict=False)` skipped because the stored object does not fit it.
 
     Attributes:
-        path: The shown path; everything below it was skipped too.
+        path: The shown path; everything below it was also skipped.
         stored: A description of the checkpoint's object.
         here: A description of the template's object.
     """
@@ -220,18 +253,20 @@ class RestoreReport(HtmlTable):
         missing: The selected objects of the template that the checkpoint lacks; only with
             `strict=False`.
         unexpected: The selected objects of the checkpoint that the template lacks. With several
-            ranks, on rank 0: those that the templates of all ranks lack; empty on the others.
-        cast: The objects whose floats were converted into another dtype.
-        mismatched: The objects skipped with `strict=False`: those with another shape in the
-            checkpoint, the optimizer state of such parameters, and differing options of optimizer
-            groups.
+            ranks, rank 0 has the objects that every rank's template lacks; the list is empty on
+            other ranks.
+        cast: The objects whose floats were converted to another dtype.
+        mismatched: The objects skipped with `strict=False`: objects with another shape in the
+            checkpoint, the optimizer state of such parameters, and optimizer group options that
+            differ.
         values: The restored values by path.
         matched_by: How optimizer state was matched to its parameters: `"name"`, or `"order"` if any
             optimizer's state had no names. None if there was no optimizer state, or the optimizer
             loaded it whole itself.
         bytes_needed: The selected bytes of raw frames plus the whole stored encoded frames.
         bytes_read: The bytes read from blobs.
-        bytes_shared: The bytes that other ranks of this host read, and this rank copied.
+        bytes_shared: The bytes that this rank copied from other ranks of this host, which had read
+            them.
         bytes_received: The bytes of blobs that ranks of other hosts read and sent here.
         bytes_metadata: The bytes read from the manifest.
         engine: The backend that read the blobs.
@@ -267,7 +302,7 @@ class RestoreReport(HtmlTable):
     bytes_received: int = 0
 
     def __repr__(self) -> str:
-        """Return only figures: there may be thousands of paths and values."""
+        """Return only counts and figures, because there may be thousands of paths and values."""
         return (
             f"<RestoreReport step={self.step}: {counted(len(self.restored), 'object')}, "
             f"{size_text(self.bytes_read)} read of {size_text(self.bytes_needed)} needed in "
@@ -294,13 +329,13 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class LendingSave:
-    """A save from which a checkpoint borrows blobs: a link of its chain of deltas.
+    """A save from which a checkpoint borrows blobs: a link in its chain of deltas.
 
     Attributes:
         uid: The uid of the save.
-        step: The step of the save; None if no checkpoint records it any more.
-        state: `ok`; or `deleted` or `replaced` (by an overwrite) if no commit record names the save
-            any more, and only its blobs remain.
+        step: The step of the save; None if no checkpoint records the save any more.
+        state: `ok`. If no commit record names the save any more and only its blobs remain:
+            `deleted`, or `replaced` after an overwrite.
     """
 
     uid: str
@@ -320,7 +355,7 @@ class Repair:
 
     Attributes:
         tier: The tier of the damaged copy.
-        source: The tier that the copy was replaced from; None if it was not replaced.
+        source: The tier with the copy that replaced it; None if it was not replaced.
         error: Why the copy was not replaced, or is still damaged; None if it is whole now.
     """
 
@@ -343,12 +378,13 @@ class VerifyReport(HtmlTable):
         deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
         seconds: The duration of the verification.
         repairs: With `repair`, the repair of each damaged copy.
-        tiers: For a run in tiers, the tiers that have the checkpoint.
-        not_decoded: Why frames were not decoded: their codec is not installed. The stored bytes
-            were still compared, and are whole unless `damaged` lists them.
-        lossy: The lossy codecs of the objects. The save rounded values with these; whole means that
-            they still decode to the rounded values.
-        links: The other saves with damaged blobs: links of the checkpoint's chain.
+        tiers: For a run with tiers, the tiers that have the checkpoint.
+        not_decoded: Messages about frames that were not decoded because their codec is not
+            installed. Their stored bytes were still compared, and are whole unless `damaged` lists
+            them.
+        lossy: The lossy codecs of the objects, with which the save rounded values. A whole object
+            still decodes to the rounded values.
+        links: The other saves with damaged blobs, which are links in the checkpoint's chain.
     """
 
     step: int
@@ -379,8 +415,8 @@ class CopyFound:
     """The verification of one copy of a checkpoint.
 
     Attributes:
-        tier: The name of the tier that has it; empty without tiers.
-        uid: The uid that the copy's commit record names; None if the record is unreadable.
+        tier: The name of the copy's tier; empty without tiers.
+        uid: The uid in the copy's commit record; None if the record is unreadable.
         damaged: All damage of the copy.
         frames: The number of frames read.
         bytes_read: The bytes read from manifest and blobs.
@@ -401,19 +437,19 @@ class CopyFound:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(HtmlTable):
-    """The facts on a checkpoint from its commit record and its notes.
+    """Facts about a checkpoint from its commit record and its notes.
 
     Attributes:
         step: The step.
-        generation: Its generation. Overwrites are even, compactions are odd.
+        generation: The generation. Overwrites are even, compactions are odd.
         uid: The id of the save, 32 hex digits.
         created: UTC time of the commit, `YYYY-MM-DDTHH:MM:SSZ`.
-        bytes_raw: Bytes of all objects.
-        bytes_stored: Bytes of the save's own blobs.
-        objects: Number of objects, tied ones included.
-        world_size: Number of ranks that saved.
-        metadata: The user's metadata, later annotations included.
-        references: The uids of the saves whose blobs it borrows.
+        bytes_raw: The bytes of all objects.
+        bytes_stored: The bytes of the save's own blobs.
+        objects: The number of objects, including tied ones.
+        world_size: The number of ranks that saved.
+        metadata: The user's metadata, including later annotations.
+        references: The uids of the saves from which the checkpoint borrows blobs.
         codecs: The version of each codec, by name.
         providers: The version of each provider, by name.
         plugins: The third-party plugins, such as `"codec acme"`, each with its distribution's name
@@ -438,26 +474,26 @@ class CheckpointInfo(HtmlTable):
 
 
 class Outcome(Future[T]):
-    """A future that calls its owner when a caller has seen its error.
+    """A future that notifies its owner when a caller has seen its error.
 
-    An error that no caller has seen is raised once by the next `fence`, `wait`, `save` or `close`.
+    The next `fence`, `wait`, `save` or `close` raises, once, an error that no caller has seen.
     """
 
     def __init__(self, on_error_seen: Callable[[], None]) -> None:
         super().__init__()
         self._on_error_seen = on_error_seen
         # Our own latch: `Future` waits in a Condition, and Ctrl-C there can leave the condition's
-        # lock acquired for ever.
+        # lock acquired forever.
         self._over = Latch()
         self.add_done_callback(lambda _: self._over.open())  # before all other callbacks
         self.on_result: Callable[[], None] | None = None
         """Called when a caller has waited for a good result, before the result is returned."""
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call `fn` with this future at its end; log what `fn` raises.
+        """Call `fn` with this future when it ends; log any exception of `fn`.
 
-        `Future` catches only `Exception`. `sys.exit()` in a callback would end the thread of the
-        save before it resolves the later futures, and waits for these would never end.
+        `Future` catches only `Exception`. A `sys.exit()` in a callback would end the save thread
+        before it resolves the later futures, and waits for these would never end.
         """
         super().add_done_callback(partial(_contained, fn))
 
@@ -466,11 +502,11 @@ class Outcome(Future[T]):
         return self._over.is_open
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; the error does not count as seen. Return False on a timeout."""
+        """Wait for the end, without marking the error as seen. Return False on a timeout."""
         return self._over.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait and return the result as `Future.result`; an error that is raised counts as seen."""
+        """Wait and return the result, like `Future.result`. An error raised here counts as seen."""
         if self._await(timeout) is not None:
             self._on_error_seen()
         elif self.on_result is not None:
@@ -482,11 +518,11 @@ class Outcome(Future[T]):
         return False
 
     def peek_error(self) -> BaseException | None:
-        """Return the error of a done future; the error does not count as seen."""
+        """Return the error of a done future, without marking it as seen."""
         return super().exception(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait and return the error as `Future.exception`; the error counts as seen."""
+        """Wait and return the error, like `Future.exception`. The error counts as seen."""
         error = self._await(timeout)
         if error is not None:
             self._on_error_seen()
@@ -522,7 +558,8 @@ class SaveHandle:
         step: The step of the save.
         skipped: Whether the save did not start, because of `on_busy="skip"` or a full tier.
         captured: Resolves to None once the state is captured and may change.
-        committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the first.
+        committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the tier of
+            the save.
         durable: Resolves to a `SaveReport` once the checkpoint is in a durable tier.
     """
 
@@ -539,10 +576,10 @@ class SaveHandle:
         """Wait until the checkpoint is durable.
 
         Args:
-            timeout: Seconds; None waits for ever.
+            timeout: The limit in seconds; None waits forever.
 
         Raises:
-            PenstockError: The save failed; raised at every call.
+            PenstockError: The save failed; raised on every call.
             TimeoutError: The save is still in flight after `timeout` seconds.
         """
         return self.durable.result(timeout)
@@ -559,7 +596,7 @@ class SaveHandle:
 
     @property
     def failed(self) -> bool:
-        """Whether the save has failed; reading this does not count as seeing the error."""
+        """Whether the save has failed. Reading this does not mark the error as seen."""
         return self.durable.done() and self.durable.peek_error() is not None
 
     def _see(self) -> None:
@@ -574,7 +611,7 @@ class SaveHandle:
 
 
 def skipped_save(step: int, why: str = "another save was under way") -> SaveHandle:
-    """Return the handle of a save that `on_busy="skip"` or `on_full="skip"` left out."""
+    """Return the handle of a save that `on_busy="skip"` or `on_full="skip"` skipped."""
     handle = SaveHandle(step, skipped=True)
     error = SaveSkippedError(f"step {step} was skipped: {why}")
     for future in (handle.captured, handle.committed, handle.durable):
@@ -598,8 +635,10 @@ def _text(name: str, value: Any) -> str:
             text = "yes" if value else "no"
         case int() if "bytes" in name:
             text = size_text(value)
-        case float() if name == "seconds":
+        case float() if name in {"seconds", "lost_seconds"}:
             text = f"{value:.3g} s"
+        case float() if name in {"overhead", "lost_steps"}:
+            text = f"{value:.3g}"
         case tuple():
             # Of thousands of paths, the first ones show whether they are as expected.
             text = f"{len(value)}: {listed([_entry(name, one) for one in value])}"

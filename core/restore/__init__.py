@@ -1,5 +1,5 @@
-"""The restore: frames into live or new objects, whole or in part.
+"""Restores a checkpoint, whole or in part, into live or new objects.
 
-Reads, verifies and places one checkpoint, and falls back to an older one. `catalog` knows which
+Reads and verifies its frames, and falls back to an older checkpoint. `catalog` knows which
 checkpoints exist. `copy`, `diff`, `reader` and the commands import this package.
 """

@@ -60,10 +60,10 @@ _ATTEMPTS = 3  # to verify a copy that changes meanwhile
 
 
 class Checkpoint:
-    """One committed checkpoint; reads only what is requested, and verifies it.
+    """One committed checkpoint. Reads only the requested data, and verifies it.
 
-    `keys()` are shown paths, `specs()` has shapes and dtypes; `ckpt["model/wte.weight"]` reads one
-    object, `ckpt["model"]` a subtree, `read(path, region)` a part of a tensor.
+    `keys()` returns shown paths, `specs()` shapes and dtypes. `ckpt["model/wte.weight"]` reads one
+    object, `ckpt["model"]` a subtree, and `read(path, region)` a part of a tensor.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -80,7 +80,7 @@ class Checkpoint:
         loader: Loader | None = None,
         allow_pickle: bool = False,
     ) -> Self:
-        """Open the checkpoint of `step`; reads its commit record only.
+        """Open the checkpoint of `step`. Reads only its commit record.
 
         Raises:
             CheckpointNotFoundError: There is no such step; the message lists the steps.
@@ -139,8 +139,8 @@ class Checkpoint:
     def specs(self) -> Mapping[str, ObjectSpec]:
         """Return the spec of each object by shown path, in tree order, without reading data.
 
-        Builds no tensor and needs no torch. Looking up one path reads only the part of the manifest
-        that finds it; iterating reads the whole manifest.
+        Builds no tensor and needs no torch. Looking up one path reads a small part of the manifest;
+        iterating reads the whole manifest.
         """
         return Specs(self.contents)
 
@@ -153,8 +153,8 @@ class Checkpoint:
     def __getitem__(self, path: str) -> Any:
         """Read one object, or the subtree below a container.
 
-        Builds nothing above `path`. So a piece of an object that its provider builds whole, such as
-        an optimizer, is returned as a dict.
+        Builds nothing above `path`. So a part of an optimizer, which its provider builds only as a
+        whole, is returned as a dict.
 
         Raises:
             KeyError: The checkpoint has nothing at `path`.
@@ -170,7 +170,7 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it; reads only the blocks that hold the region.
+        """Read a tensor, or a region of it. Fetches only the blocks that hold the region.
 
         Args:
             path: Shown path of a tensor.
@@ -220,7 +220,7 @@ class Checkpoint:
             on_progress: As for `Checkpointer.load`.
 
         Raises:
-            ConfigError: `streamed` has a device.
+            ConfigError: `streamed` and `device` are both set.
             DamagedError: Stored bytes differ from those written; names the paths.
             SelectionError: A pattern matches nothing.
         """
@@ -233,15 +233,15 @@ class Checkpoint:
             return build_new(opened, selection=selection, device=device, streamed=streamed)[0]
 
     def read_into(self, path: str, out: Buffer, *, start: int = 0) -> None:
-        """Read the bytes of a tensor from byte `start` on, and fill `out` with them.
+        """Fill `out` with the bytes of a tensor from byte `start` on.
 
         Needs no torch, and no memory besides `out` for objects stored without a codec. The bytes
         are the elements, row by row.
 
         Args:
             path: Shown path of a tensor.
-            out: Writable memory, of whole elements.
-            start: The first byte to read, where an element begins.
+            out: Writable memory for whole elements.
+            start: The first byte to read, at the start of an element.
 
         Raises:
             KeyError: No object at `path`.
@@ -267,15 +267,15 @@ class Checkpoint:
     def verify(
         self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None
     ) -> VerifyReport:
-        """Compare every checksum; reports all damage, not only the first.
+        """Compare every checksum, and report all damage, not only the first.
 
         With tiers, verifies the copy in each tier.
 
         Args:
             deep: Read and decode every frame; if not, only the manifest and the blobs' sizes.
-            on_progress: Called with a `Progress` some ten times per second, never twice at once:
-                by the caller's thread when a phase begins, by an engine thread while bytes are
-                read. Reading waits for it. Its exceptions are logged and dropped.
+            on_progress: Called with a `Progress` some ten times per second, never twice at once: by
+                the caller's thread when a phase begins, by an engine thread while bytes are read.
+                Reading waits for the call. Exceptions in it are logged and dropped.
 
         Raises:
             CheckpointGoneError: The checkpoint was deleted meanwhile.
@@ -290,7 +290,7 @@ class Checkpoint:
             return self.report_of(copies, deep=deep, began=began)
 
     def verify_copies(self, meter: Meter, *, deep: bool) -> list[CopyFound | None]:
-        """Verify the copy in each tier, as `verify` does; None: that tier has none.
+        """Verify the copy in each tier, as `verify` does; None for a tier without a copy.
 
         Raises:
             CheckpointGoneError: No tier has a copy any longer.
@@ -301,7 +301,7 @@ class Checkpoint:
         return copies
 
     def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
-        """Verify the copy in one tier; None: the tier has none.
+        """Verify the copy in one tier; None if the tier has no copy.
 
         The copy may be evicted or copied again meanwhile, which makes the result meaningless.
         """
@@ -332,7 +332,7 @@ class Checkpoint:
     def report_of(
         self, copies: Sequence[CopyFound | None], *, deep: bool, began: float
     ) -> VerifyReport:
-        """Return the report on copies; `began` is when their verification began (monotonic)."""
+        """Return the report on copies, whose verification began at `began` (monotonic)."""
         present = [copy for copy in copies if copy is not None]
         damaged = [
             replace(damage, detail=f"in tier {copy.tier}: {damage.detail}") if copy.tier else damage
@@ -355,7 +355,7 @@ class Checkpoint:
         )
 
     def rounding(self, objects: Iterable[ObjectRecord]) -> Rounding:
-        """Return which codecs of `objects` round; reads no data.
+        """Return the codecs of `objects` that round, without reading data.
 
         A tied object is rounded if its owner is, and a derived object if its master is.
         """
@@ -419,7 +419,7 @@ class Checkpoint:
         )
 
     def _damaged_links(self, damaged: Sequence[Damage]) -> Collection[LendingSave]:
-        """Return the other saves with damaged blobs; reads commit records only if needed."""
+        """Return the other saves with damaged blobs. Reads commit records only if needed."""
         named = {blob_uid(damage.blob) for damage in damaged}
         uids = [uid for uid in self._record.references if uid in named]
         records = records_newest_first(Catalog(self.backend), self.step) if uids else ()
@@ -469,7 +469,7 @@ def _lacks_codecs(job: FrameJob[CodecChain]) -> bool:
 
 
 def _records_at(backend: Backend, step: int) -> list[BlobInfo]:
-    """Return the commit records of one step; a replaced record has another time."""
+    """Return the commit records of one step, with times that reveal a replaced record."""
     prefix = commit_name(step, 0).rpartition("-")[0] + "-"
     return sorted(backend.list(prefix), key=lambda info: info.name)
 

@@ -93,7 +93,7 @@ class Contents:
         return self._touched[1]
 
     def find(self, path: ObjectPath) -> ObjectRecord | None:
-        """Return the object at `path`; uses the index, so that other sections are not read."""
+        """Return the object at `path`. Uses the index, so that other sections are not read."""
         if self._everything is not None:
             if not self._known:
                 self._known = {record.path: record for record in self._everything[0]}
@@ -110,7 +110,7 @@ class Contents:
                 yield record
 
     def owner(self, record: ObjectRecord) -> ObjectRecord:
-        """Return the object whose bytes a tied object shares; an untied object itself.
+        """Return the object whose bytes a tied object shares, or an untied object itself.
 
         Raises:
             FormatError: The owner is missing, is tied itself, or is of another kind.
@@ -121,7 +121,7 @@ class Contents:
         return self._origin(record, tied)
 
     def master(self, record: ObjectRecord) -> ObjectRecord:
-        """Return the object that a derived object is derived from; any other object itself.
+        """Return the master of a derived object, or any other object itself.
 
         Raises:
             FormatError: The master is missing, or cannot be derived from.
@@ -196,7 +196,7 @@ class Contents:
         return [*self._described(record.path, self._places_of(record.path, within))]
 
     def _places_of(self, path: ObjectPath, within: Region | None) -> Iterable[Place]:
-        """Return each section, once, with shards of an object that overlap a region."""
+        """Return, once each, the sections with shards of an object that overlap a region."""
         rows = self.manifest.rows(path_hash(path))
         return dict.fromkeys(
             place
@@ -212,7 +212,7 @@ class Contents:
     def everywhere(
         self, within: Mapping[ObjectPath, Collection[Region]] | None = None
     ) -> list[ObjectRecord]:
-        """Return the records of objects in each part that has shards of them.
+        """Return the records of objects, from each part that has shards of them.
 
         Args:
             within: The paths of the objects, each with regions: parts without shards that overlap
@@ -252,7 +252,7 @@ class Contents:
         return parts
 
     def _of_stored(self, request: ObjectRequest) -> ObjectRequest:
-        """Return the request for stored bytes that fills the sink of a request."""
+        """Turn a request for a derived object into one for its master; return others unchanged."""
         record, sink = request.record, request.sink
         if record.derived is None:
             return request
@@ -281,7 +281,7 @@ class Contents:
         return {values[hashed] for hashed in values.keys() - set(table.hashes.tolist())}
 
     def _nodes_at(self, paths: Collection[ObjectPath]) -> list[NodeRecord]:
-        """Return the nodes at paths, of any part. No object is below, so none led there."""
+        """Search all parts for the nodes at `paths`; no object below leads to their sections."""
         nodes: dict[ObjectPath, NodeRecord] = {}
         for part in range(len(self.manifest.parts)) if paths else ():
             for section in self.manifest.sections(part):
@@ -320,7 +320,7 @@ class Contents:
         return objects, nodes
 
     def _outline(self) -> dict[int, set[int] | None]:
-        """Return the sections, by part, that describe every object at least once; None: all."""
+        """Return sections, by part, that together describe every object; None is all of a part."""
         if len(self.manifest.parts) == 1:
             return {0: None}
         by_part: dict[int, set[int] | None] = {}
@@ -366,7 +366,7 @@ class Contents:
 
 
 def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecChain:
-    """Return the codecs of a stored chain, each for the version that wrote the frames.
+    """Return the codecs of a stored chain, in the versions that wrote the frames.
 
     Raises:
         PluginError: A codec is missing, or refuses its options or that version.
@@ -380,7 +380,8 @@ def decoding_chain(records: Sequence[CodecRecord], registry: Registry) -> CodecC
 def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
     """Check that an encoded frame is no longer than its codecs can make it.
 
-    Memory is allocated for a frame before it is read, so a damaged length must not request more.
+    Memory is allocated for a frame before it is read, so a damaged length must not cause a larger
+    allocation.
 
     Raises:
         FormatError: The frame is longer.
@@ -406,7 +407,7 @@ def _new_in(
     more: Sequence[ObjectRecord],
     above: Sequence[NodeRecord],
 ) -> tuple[list[ObjectRecord], list[NodeRecord]]:
-    """Return what only a further part describes, with ordinals after those of earlier parts."""
+    """Return the objects and nodes that earlier parts lack, with ordinals after theirs."""
     first = 1 + max([o.ordinal for o in objects] + [n.ordinal for n in nodes])
     known = {o.path for o in objects}
     known_nodes = {n.path for n in nodes}
@@ -433,13 +434,13 @@ def differ(first: ObjectRecord, second: ObjectRecord) -> bool:
 
 
 def check_ties(records: Sequence[ObjectRecord]) -> None:
-    """Check that every tied object leads to an untied one, and every derived one to its master.
+    """Check that tied objects have untied owners, and that derived objects have masters.
 
     A master has its own bytes, the float dtype that derived objects are rounded from, and the same
     shape.
 
     Raises:
-        FormatError: Names the objects that do not.
+        FormatError: Some have none; names them.
     """
     loose = []
     by_path: dict[ObjectPath, ObjectRecord] = {}

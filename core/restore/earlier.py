@@ -29,7 +29,7 @@ _TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
 
 
 class EarlierReader:
-    """Reads what a save refers to in committed checkpoints. Thread-safe."""
+    """Reads the frames of committed checkpoints that a save refers to. Thread-safe."""
 
     def __init__(self, registry: Registry) -> None:
         """Create a reader that finds codecs in `registry`."""
@@ -44,7 +44,7 @@ class EarlierReader:
         record: CommitRecord,
         within: Mapping[ObjectPath, Collection[Region]] | None = None,
     ) -> dict[ChunkKey, StoredFrame]:
-        """Return the frames of a checkpoint by their chunks' keys: all, or those `within`.
+        """Return the frames of a checkpoint by chunk key: all, or those of regions `within`.
 
         Raises:
             DamagedError: The manifest is damaged.

@@ -41,7 +41,7 @@ RESTORE_OLDER = (
 
 
 class Candidates:
-    """The checkpoints to try, newest first, until one is whole."""
+    """Tries checkpoints, newest first, until one is undamaged."""
 
     def __init__(self, steps: Mapping[int, Callable[[], Opened]]) -> None:
         """Offer `steps` in order, each with the function that opens it."""
@@ -52,18 +52,18 @@ class Candidates:
 
     @property
     def first(self) -> int | None:
-        """The step to try next; None: none is left."""
+        """The step to try next; None after the last one."""
         return self._remaining[0][0] if self._remaining else None
 
     def use(self, attempt: Callable[[int, Callable[[], Opened]], T]) -> T:
-        """Return the result of `attempt` for the next step that is whole.
+        """Return the result of `attempt` for the next step that is undamaged.
 
         Args:
             attempt: Gets a step, and the function that opens it.
 
         Raises:
             DamagedError: No step is left; this is the error of the last step.
-            CheckpointNotFoundError: There was no step; or as `attempt`.
+            CheckpointNotFoundError: There was no step, or `attempt` raised it.
         """
         while self._remaining:
             step, open_step = self._remaining.popleft()
@@ -113,7 +113,7 @@ class Overwritten:
         """Replace the error of an older checkpoint that does not fit, if objects are half-written.
 
         Raises:
-            RestoreError: Names them; the text of `error` claims that nothing was changed.
+            RestoreError: Some are; names them, since `error` claims that nothing was changed.
         """
         names = self._live(self._targets)
         if names:

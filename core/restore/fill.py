@@ -88,7 +88,7 @@ class Opened:
         *,
         allow_pickle: bool,
     ) -> Self:
-        """Open the checkpoint of a commit record; reads nothing more."""
+        """Open the checkpoint of a commit record, without further reads."""
         log.debug(
             "step %d: opened %s-%d, %d objects in %d part(s), %d bytes stored, written by %s",
             record.step,
@@ -178,7 +178,7 @@ class Tally:
     received: int = 0
 
     def add(self, needed: int, read: int, shared: SharedReading | None) -> None:
-        """Count another load, and the bytes that others read for this rank; None: none."""
+        """Count another load. `shared` has the bytes that other ranks read for this rank."""
         self.needed += needed
         self.read += read
         if shared is not None:
@@ -216,8 +216,8 @@ def read_stored(
         checkpoint: The checkpoint.
         selection: Selects objects by the template's names.
         rename: Maps stored names to the template's.
-        narrow: Whether to omit everything that the selection does not touch: the time then grows
-            with the selected objects, not with all. Stored names must be the template's.
+        narrow: Whether to omit everything that the selection does not touch, so that the time grows
+            only with the selected objects. Stored names must be the template's.
     """
     contents = checkpoint.contents
     objects, nodes = (
@@ -274,7 +274,7 @@ def fill(
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
-        others: Reads together with other ranks; each rank does so once.
+        others: Reads together with other ranks, once per restore.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -326,7 +326,7 @@ def fill(
 
 
 def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> memoryview:
-    """Read the bytes of `region` of a tensor, row-major; fetches only the blocks that hold them.
+    """Read the bytes of `region` of a tensor, row-major. Fetches only the blocks that hold them.
 
     Raises:
         DamagedError: Stored bytes differ from those written.
@@ -380,7 +380,7 @@ def raise_damaged(
 
 
 def _way_out(checkpoint: Opened, blobs: Collection[str]) -> str:
-    """Return the sentences on what to restore instead; reads records only if a link is damaged."""
+    """Return advice on what to restore instead. Reads records only if a link is damaged."""
     record = checkpoint.contents.record
     lent = {*record.references}
     uids = {uid for blob in blobs if (uid := blob_uid(blob)) in lent}

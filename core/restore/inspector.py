@@ -26,9 +26,9 @@ log = logging.getLogger("penstock")
 class Inspector:
     """Checks a newer checkpoint before older ones are deleted because of it.
 
-    Decodes a manifest once, as a reader would, since its digests bind it. Checks the lengths of its
-    files against a listing each time, since files may have been deleted. Does not compare checksums
-    of the data; `verify` does that.
+    Decodes each manifest once, as a reader would, since digests protect it from changes. Compares
+    the lengths of its files with a listing each time, since files may have been deleted. Does not
+    compare checksums of the data; `verify` does that.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -44,10 +44,10 @@ class Inspector:
         self._own.add(uid)
 
     def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
-        """Return whether one place, which has no tiers, has all files of this checkpoint.
+        """Return whether a backend without tiers has all files of this checkpoint.
 
         Raises:
-            StorageError: The place does not answer.
+            StorageError: The backend does not answer.
         """
         if record.uid in self._own and has_data(backend, record):
             return True

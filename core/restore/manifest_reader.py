@@ -48,9 +48,9 @@ _AHEAD_BYTES = 16 << 20  # of records in one batch
 
 
 class ManifestReader:
-    """The commit record's index, and the heads and sections of its parts. Not thread-safe.
+    """Reads the index of a checkpoint, and the heads and sections of its parts. Not thread-safe.
 
-    A record that one tier lacks, or has damaged, is read from another.
+    A record that is missing or damaged in one tier is read from another.
 
     Attributes:
         record: The commit record.
@@ -88,7 +88,7 @@ class ManifestReader:
         return parts
 
     def head(self, part: int) -> PartHead:
-        """Return the head of a part, bound by the commit record's digest."""
+        """Return the head of a part, verified by the commit record's digest."""
         if part not in self.heads:
             entry = self.parts[part]
             self.heads[part] = self._decoded(
@@ -99,7 +99,7 @@ class ManifestReader:
         return self.heads[part]
 
     def section(self, part: int, number: int) -> Section:
-        """Return a section of a part, bound by the digest in the head."""
+        """Return a section of a part, verified by the digest in the head."""
         place = (part, number)
         if place not in self.kept:
             head = self.head(part)
@@ -121,15 +121,15 @@ class ManifestReader:
     ) -> Iterator[Section]:
         """Yield sections of a part.
 
-        Reads adjacent sections at once. A million objects are in 500 sections, and one read for
-        each would be a round trip for each.
+        Reads adjacent sections together. A million objects are in 500 sections, and separate reads
+        would take 500 round trips.
 
         Args:
             part: The number of the part.
             selection: Leave out objects that it does not touch, and sections without touched
                 objects, except the first.
             wanted: The numbers of the sections; default: all.
-            keep: Whether to keep whole sections. Not for a caller that needs each section once.
+            keep: Whether to keep whole sections, for a caller that needs them again.
         """
         head, name = self.head(part), self.parts[part].name
         numbers = [
@@ -161,14 +161,14 @@ class ManifestReader:
                 yield section
 
     def shards(self, part: int) -> ShardTable:
-        """Return the table of a part's shards, bound by the digest in the head."""
+        """Return the table of a part's shards, verified by the digest in the head."""
         head = self.head(part)
         info, name = head.shards, self.parts[part].name
         with memory_permitting(name):
             return decode_shards(self._fetch(name, info.offset, info.length, self.backend), head)
 
     def choices(self) -> tuple[ChoiceRecord, ...]:
-        """Return how the first rank chose codecs, once for each class of objects."""
+        """Return the codec choice of the first rank that has one, for each class of objects."""
         choices: dict[str, ChoiceRecord] = {}
         for part in range(len(self.parts)):
             for choice in self.head(part).choices:
@@ -189,7 +189,7 @@ class ManifestReader:
         return self._indexes[id(backend)]
 
     def from_index(self, read: Callable[[IndexReader], T]) -> T:
-        """Return what `read` returns for the index, on any tier where the index is whole."""
+        """Return the result of `read` on the index, on any tier where the index is undamaged."""
         name = self.record.index.name
         return from_any_tier(self.backend, name, lambda backend: read(self.index(backend)))
 
@@ -198,12 +198,12 @@ class ManifestReader:
         return self.from_index(lambda index: index.find_all(np.array([*hashes], np.uint64)))
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
-        """Return the sections that have shards of an object, by path hash, and their regions."""
+        """Return the sections, and regions, of the shards of the object with this path hash."""
         self.look_up([hashed])
         return self._rows[hashed]
 
     def look_up(self, hashes: Collection[int]) -> None:
-        """Find the rows of objects together: one by one takes ten times as long."""
+        """Find the rows of objects together, ten times as fast as one by one."""
         unknown = np.array([*set(hashes) - self._rows.keys()], np.uint64)
 
         def read(index: IndexReader) -> None:
@@ -217,7 +217,7 @@ class ManifestReader:
             self.from_index(read)
 
     def checked_place(self, place: Place) -> Place:
-        """Return the place of a section that exists.
+        """Return `place` if its section exists.
 
         Raises:
             FormatError: An index row points to a section that does not exist.
@@ -267,7 +267,7 @@ class ManifestReader:
                 pass  # each is verified as it is read
 
     def check_borrowed(self) -> None:
-        """Compare the borrowed blobs that the heads read so far name with the record's.
+        """Compare the borrowed blobs in the heads read so far with the record's table.
 
         Raises:
             FormatError: The table of borrowed blobs is damaged, or lacks one of them.
@@ -385,7 +385,7 @@ def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bo
 
 
 def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of adjacent sections, each short enough for one read of unchecked size."""
+    """Yield runs of adjacent sections, each short enough to be read without a size check."""
     run: list[int] = []
     for number in numbers:
         total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0

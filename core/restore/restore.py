@@ -63,7 +63,7 @@ def restore_into(
 ) -> RestoreReport:
     """Restore `checkpoint` into the live objects of `state`.
 
-    Nothing of the caller's changes before `_fill_targets`: all differences are found earlier.
+    Finds all differences before `_fill_targets` changes the caller's objects.
 
     Args:
         checkpoint: The checkpoint.
@@ -73,8 +73,8 @@ def restore_into(
         strict: Whether missing and differing objects are errors.
         cast: Whether stored floats may be converted to the template's dtypes.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
-        templates: The templates of the ranks that restore together; an object need fit only one.
-            None: no other rank restores with this one.
+        templates: The templates of the ranks that restore together; an object must fit only one of
+            them. None: this rank restores alone.
 
     Raises:
         SelectionError: A pattern matches nothing; nothing was changed.
@@ -168,7 +168,6 @@ def _plan(
     *,
     cast: bool,
 ) -> _Plan:
-    """Plan a restore into the objects of `state`."""
 
     def plan(stored: StoredSelection, *, narrow: bool) -> _Plan:
         left_out: set[ObjectPath] = set()
@@ -191,7 +190,7 @@ def _plan(
 def _narrow_first(
     checkpoint: Opened, selection: Selection, rename: Rename, plan: Callable[..., _Plan]
 ) -> _Plan:
-    """Plan with the objects that the selection touches; if the plan has a flaw, with all objects.
+    """Plan with the objects that the selection touches, or with all if that plan has a flaw.
 
     Messages about the flaw name the nearest paths, which may not be selected.
     """
@@ -284,7 +283,6 @@ def _plan_new(
     named_optimizers: bool,
     streamed: bool,
 ) -> _Plan:
-    """Plan the building of new objects."""
 
     def plan(stored: StoredSelection, *, narrow: bool) -> _Plan:
         if not narrow:
@@ -309,7 +307,7 @@ def _report(
     *,
     times: tuple[float, float, float],
 ) -> RestoreReport:
-    """Return the report on built objects; a restore into a template adds the differences."""
+    """Return the report of a restore, without the fields that compare with a template."""
     began, planned, read = times
     now = time.monotonic()
     return RestoreReport(
@@ -342,7 +340,7 @@ def build_leaf(
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
-    """Build one object from its bytes in `data`; None: read them."""
+    """Build one object from its bytes in `data`, or read them if it is None."""
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:
@@ -457,7 +455,7 @@ def _fill_targets(
 
 
 def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
-    """Call `act` with each target; raise an error of its sink as ours, naming both."""
+    """Call `act` with each target; turn an error of its sink into ours, naming both."""
     target: Target | None = None
     try:
         for target in targets:
@@ -578,7 +576,7 @@ def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:
 
 
 def _advised(differences: Iterable[Difference]) -> dict[str, str]:
-    """Return the sentences about differences that have advice, with the advice added."""
+    """Map sentences about differences to the same sentences with advice, if there is any."""
     advised = {}
     for each in differences:
         leave = "strict=False leaves it alone" if each.skippable else ""

@@ -1,4 +1,4 @@
-"""The specs of a checkpoint's objects, from its manifest alone: shapes, dtypes, storage."""
+"""Reads the specs of a checkpoint's objects from its manifest: shapes, dtypes, storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Storage(NamedTuple):
         codecs: The codecs of its frames, in the order of encoding.
         bytes_stored: Its bytes in the blobs of the checkpoint itself. A slab's bytes are divided
             among its objects.
-        bytes_borrowed: The same in blobs of other saves: shared frames, and frames that its own
+        bytes_borrowed: Its bytes in blobs of other saves: shared frames, and frames that its own
             frames are encoded against.
     """
 
@@ -75,7 +75,7 @@ class Rounding:
 
     @property
     def lossless(self) -> bool | None:
-        """Whether the values are exactly those that were saved; None: unknown."""
+        """Whether the values are exactly those that were saved; None if unknown."""
         if self.lossy:
             return False
         return None if self.unknown else True
@@ -83,7 +83,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """One object of a checkpoint: what it is, and how it is stored. Reads no data.
+    """One object of a checkpoint, and how it is stored. Reads no data.
 
     `shards`, `codecs`, `bytes_stored` and `bytes_borrowed` are read from the manifest on each
     access. For a tied or derived object, which has no bytes, they are empty or 0.
@@ -124,7 +124,7 @@ class ObjectSpec:
 
     @property
     def bytes_stored(self) -> int:
-        """Its bytes in the blobs of this checkpoint; of a slab's bytes, its share."""
+        """Its bytes in the blobs of this checkpoint, with its share of a slab."""
         return storage_of(self._record, self._contents).bytes_stored
 
     @property

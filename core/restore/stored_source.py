@@ -1,4 +1,4 @@
-"""Sources whose bytes are stored objects, read chunk by chunk during the capture.
+"""Makes sources of stored objects, which the capture reads chunk by chunk.
 
 Tested in `tests/integration/lifecycle/test_copy.py`.
 """
@@ -58,7 +58,7 @@ class StoredReader:
         self._held: dict[ObjectPath, BytesSink] = {}
 
     def read_together(self, plan: SavePlan) -> None:
-        """Note the objects that share a slab: a request to the store for each takes too long."""
+        """Note the objects that share a slab, so that one request to the store reads them all."""
         for chunk in plan.chunks:
             if chunk.slab:
                 sources = (plan.objects[piece.item].entry.source for piece in chunk.pieces)

@@ -157,9 +157,9 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
 def _check_paths(
     contents: Contents, objects: Sequence[ObjectRecord], damage: Callable[[str, str], None]
 ) -> set[ObjectPath]:
-    """Report objects that have others below them; return the values that count as absent.
+    """Report objects that have objects below them; return those values that are not in the index.
 
-    Absent values are not in the index, and no reader sees them.
+    No reader sees them, so they are not reported.
     """
     nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
     both = containers(objects, nodes) & {o.path for o in objects}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -73,24 +74,25 @@ LAST_STEPS = frozenset(
 class RestoreTogether(Generic[T]):
     """One rank's side of a restore, or a load, by all ranks.
 
-    Rank 0 chooses the checkpoint, and each rank plans and reads separately. If damage may lead to
-    an older checkpoint, all ranks continue with that one together.
+    Rank 0 chooses the checkpoint, and each rank plans and reads separately. With `fallback`, damage
+    makes all ranks continue together with an older checkpoint.
 
     Attributes:
         group: The ranks.
         verb: `restore` or `load`.
         step: The step that this rank was called for; must be equal on all ranks.
-        fallback: Whether damage leads to the next older checkpoint; must be equal, too.
+        fallback: Whether damage leads to the next older checkpoint; must be equal on all ranks.
         candidates: Returns the checkpoints to try; called on rank 0.
         follow: Opens the checkpoint that rank 0 chose, by step and uid; called on the others.
         attempt: Restores an open checkpoint on this rank.
         templates: The templates of all ranks, for `attempt`; None: there are none.
-        tell: Returns what rank 0 learns about the result of `attempt`, at most some KiB.
-        has_log: Returns whether a log continues the checkpoint with a uid; called on rank 0.
-        sharing: What the ranks read once and share; rank 0's counts.
+        tell: Returns a report to rank 0 on the result of `attempt`, at most some KiB.
+        has_log: Returns whether the checkpoint with a uid has a log; called on rank 0.
+        sharing: Which reads the ranks share; rank 0's value counts.
         network: The network between hosts, as in `JobReading`.
         told: On rank 0, after `run`: the posts of the others, by rank.
-        logged: After `run`: what `has_log` has returned.
+        logged: After `run`: the result of `has_log`.
+        session: After `run`: random digits, the same on all ranks.
     """
 
     group: RankGroup
@@ -108,6 +110,7 @@ class RestoreTogether(Generic[T]):
     network: str | None
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
     logged: bool = field(default=False, init=False)
+    session: str = field(default="", init=False)
     _asked: Mapping[str, Any] = field(init=False)
     _tried: Candidates | None = field(default=None, init=False)
     _chosen: Opened | None = field(default=None, init=False)
@@ -179,7 +182,7 @@ class RestoreTogether(Generic[T]):
         return report
 
     def _run_round(self, session: RankSession[RestoreRound]) -> tuple[T, tuple[int, ...]] | None:
-        """Take the steps of one round; return None if all continue with an older checkpoint."""
+        """Run the steps of one round; return None if all continue with an older checkpoint."""
         round_ = session.round
         results: list[T] = []
         if self._error is not None:  # from the last round, which ended by damage elsewhere
@@ -192,6 +195,7 @@ class RestoreTogether(Generic[T]):
         if step is Step.DONE:
             self.told = round_.others.parts
             self.logged = bool(round_.terms["logged"])
+            self.session = str(round_.terms["session"])
             if self.templates is not None:
                 self.templates.end()
             return results[0], tuple(round_.terms["skipped"])
@@ -215,6 +219,7 @@ class RestoreTogether(Generic[T]):
                 "uid": record.uid,
                 "skipped": self._tried.skipped[-_MOST_SKIPPED:],
                 "logged": self.has_log(record.uid),
+                "session": secrets.token_hex(8),
             }
             session.tell(lambda round_: round_.go(terms))
         except Exception as error:  # noqa: BLE001 - raised when all others know
@@ -239,7 +244,7 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
-            # Rank 0's value: ranks that disagree would wait for each other in vain.
+            # Rank 0's value: ranks that disagree would wait for each other forever.
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
@@ -277,7 +282,7 @@ class RestoreTogether(Generic[T]):
         *,
         restored: bool,
     ) -> PenstockError:
-        """Return the error of a rank that is not its cause."""
+        """Return this rank's error for a failure that another rank caused."""
         round_ = session.round
         verb = self.verb
         if step is Step.REPORT_STOPPED:

@@ -1,4 +1,4 @@
-"""What ranks post and decide, as bytes: small, versioned, and read strictly. Sans-IO."""
+"""The posts and decisions of ranks as bytes: small, versioned, and read strictly. Sans-IO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Kind: TypeAlias = Literal["save", "restore"]
 
 
 class At(StrEnum):
-    """How far a rank is in its round, as it reports to the others."""
+    """The progress of a rank in its round, as reported to the others."""
 
     HERE = "here"  # waits for rank 0's answer
     WORKING = "working"
@@ -44,19 +44,19 @@ class At(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotPost:
-    """The state of one rank: posted when it changes, and at each beat.
+    """The state of one rank: posted at each change and each heartbeat.
 
     Attributes:
         round: The number of the round, the same on all ranks.
         kind: What the round does.
         at: How far the rank is.
-        moves: Counts progress. A beat with the same number shows that the process lives, not that
-            it makes progress.
+        moves: Counts progress. A heartbeat with an unchanged count shows that the process is alive,
+            not that it makes progress.
         host: The name of the machine.
         done: Bytes done, for messages.
         total: Bytes to do.
-        part: With `SEALED`: facts on the part for rank 0, such as its length and digests. With
-            `HERE`: facts that rank 0 needs before it says go, such as a digest of the structure.
+        part: With `SEALED`: facts about the part for rank 0, such as its length and digests. With
+            `HERE`: facts that rank 0 needs before it posts go, such as a digest of the structure.
     """
 
     round: int
@@ -86,13 +86,13 @@ class GoPost:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The value of a round's register: commit, or abort with its cause.
+    """The value of a round's register: commit, or abort with a cause.
 
     Attributes:
         commit: Whether the round was decided to commit.
         rank: The rank at fault for an abort; else -1.
-        host: Its host, if known.
-        cause: The cause.
+        host: The host of that rank, if known.
+        cause: The cause of an abort.
     """
 
     commit: bool
@@ -102,7 +102,7 @@ class Verdict:
 
 
 class Result(StrEnum):
-    """The result of the publish after the decision to commit."""
+    """Whether rank 0 published, after the decision to commit."""
 
     COMMITTED = "committed"
     NEVER = "never"  # it was not published, and never will be
@@ -142,7 +142,7 @@ class DrainedPost:
     """How the copies of one checkpoint to slower tiers ended on rank 0.
 
     Attributes:
-        tiers: The names of the tiers that have it.
+        tiers: The names of the tiers that have the checkpoint.
         kind: The class of the error; empty: the checkpoint is durable.
         error: The text of the error.
     """
@@ -152,12 +152,25 @@ class DrainedPost:
     error: str = ""
 
 
-Record: TypeAlias = SlotPost | GoPost | Verdict | ResultPost | DrainsPost | DrainedPost
-R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost)
+@dataclass(frozen=True, slots=True)
+class DuePost:
+    """Rank 0's promise on the next save.
+
+    Attributes:
+        step: No save is due before this step.
+        due: Whether one is due at this step; if not, another post follows.
+    """
+
+    step: int
+    due: bool
+
+
+Record: TypeAlias = SlotPost | GoPost | Verdict | ResultPost | DrainsPost | DrainedPost | DuePost
+R = TypeVar("R", SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost, DuePost)
 
 
 def slot_key(rank: int) -> str:
-    """Return the key of a rank's slot, which it posts again in each round and at each beat."""
+    """Return the key of a rank's slot, which each round and each heartbeat overwrite."""
     return f"slots/{rank:05d}"
 
 
@@ -182,8 +195,13 @@ def drains_key() -> str:
 
 
 def drained_key(number: int) -> str:
-    """Return the key of the end of the copies of a round's checkpoint."""
+    """Return the key of the outcome of copying a round's checkpoint."""
     return f"rounds/{number}/drained"
+
+
+def due_key(number: int, post: int) -> str:
+    """Return the key of rank 0's promise with this number after that many saves were due."""
+    return f"due/{number}/{post}"
 
 
 def values_key(number: int, rank: int, piece: int) -> str:
@@ -202,12 +220,12 @@ def templates_key(number: int) -> str:
 
 
 def ended(text: str) -> str:
-    """Return `text` with a period at its end, unless it ends in a question or was cut."""
+    """Return `text` with a final period, unless it ends in a question or was cut."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:
-    """Return the beginning of `text` that takes at most `limit` bytes within JSON."""
+    """Return the longest start of `text` that takes at most `limit` bytes in JSON."""
     if len(dump_json(text)) - 2 <= limit:
         return text
     shown = text[:limit]
@@ -250,6 +268,7 @@ _FORMS: Mapping[type[Record], tuple[str, int]] = {
     ResultPost: ("a result", POST_BYTES),
     DrainsPost: ("the state of the copies", POST_BYTES),
     DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
+    DuePost: ("a promise on the next save", POST_BYTES),
 }
 """The name of each record for messages, and its most bytes."""
 
@@ -282,7 +301,7 @@ def decode(kind: type[R], data: bytes) -> R:
     """Read a post or a decision.
 
     Raises:
-        FormatError: The bytes are of another kind, or of another version of Penstock.
+        FormatError: The bytes are something else, or come from another version of Penstock.
     """
     name, _ = _FORMS[kind]
     types: Mapping[str, str] = _TYPES[kind]
@@ -293,26 +312,26 @@ def decode(kind: type[R], data: bytes) -> R:
 
 
 class Outbox:
-    """Keeps the posts of one rank in a round until the store of the job has accepted them.
+    """Keeps the posts of one rank in a round until the job's store has accepted them.
 
-    Only the newest post of a key waits: a post that is replaced while it is sent is sent again.
+    Holds only the newest post per key: a post that is replaced during its sending is sent again.
     """
 
     def __init__(self, rank: int, slot: SlotPost) -> None:
-        """Begin with nothing to post.
+        """Start with nothing to post.
 
         Args:
             rank: The rank.
             slot: The state of the rank, which `put_slot` posts.
         """
         self.slot = slot
-        """The state of the rank, as it is now."""
+        """The current state of the rank."""
         self._slot_key = slot_key(rank)
         self._waiting: dict[str, bytes] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to post."""
+        """Whether no post waits."""
         return not self._waiting
 
     @property
@@ -329,11 +348,11 @@ class Outbox:
         self._waiting[key] = encode(post)
 
     def put_slot(self) -> None:
-        """Queue the state of the rank as a post: it has changed, or a beat is due."""
+        """Queue the state of the rank as a post, after a change or when a heartbeat is due."""
         self.put(self._slot_key, self.slot)
 
     def taken(self, key: str, value: bytes) -> None:
-        """Note that the store has accepted these bytes."""
+        """Record that the store has accepted these bytes."""
         if self._waiting.get(key) is value:
             del self._waiting[key]
 
@@ -345,7 +364,8 @@ class Outbox:
         """Return the slot with this state and part.
 
         Raises:
-            FormatError: The part is too large for a post, with the counts of later beats.
+            FormatError: The part does not fit in a post, with room for the counts of later
+                heartbeats.
         """
         slot = replace(self.slot, at=at, part=part)
         encode(replace(slot, moves=MAX_INT, done=MAX_INT, total=MAX_INT))

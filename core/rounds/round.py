@@ -1,11 +1,11 @@
-"""One rank's way through a round of all ranks, sans-IO.
+"""One rank's round with all other ranks, sans-IO.
 
-A round is driven from two sides. The *engine* (the save or the restore of this rank) takes steps
-out of `steps` and reports their results. The *session* carries out what `operations` yields: posts,
-reads, decisions and waits. Neither side ever waits for the other. Tests run the same code on a
-virtual clock.
+Two sides drive a round. The *engine*, which is the save or the restore of this rank, takes steps
+from `steps` and reports their results. The *session* carries out what `operations` yields: posts,
+reads, decisions and waits. Neither side waits for the other. Tests run the same code on a virtual
+clock.
 
-Nothing here is thread-safe: `session` holds a lock, as the engine does for its table of a save.
+Not thread-safe: `session` holds a lock, as the engine does for its table of a save.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class WaitFor:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Wait until the engine reports something, or the time has passed."""
+    """Wait until the engine reports an event, or until the time has passed."""
 
     timeout_s: float
 
@@ -114,9 +114,9 @@ class Answer:
     """The result of an operation.
 
     Attributes:
-        now_s: The monotonic clock after it.
+        now_s: The monotonic clock after the operation.
         value: The values read (a list) or decided (bytes).
-        error: Why the outcome is unknown.
+        error: The error that leaves the outcome unknown.
     """
 
     now_s: float
@@ -126,12 +126,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This rank among the others.
+    """The place of this rank among the others.
 
     Attributes:
-        rank: Its number; 0 leads.
+        rank: The number of this rank; rank 0 leads.
         world_size: The number of ranks.
-        host: The name of its machine.
+        host: The name of this host.
         members: The numbers of these ranks in the job, in order; empty if they are the whole job.
     """
 
@@ -142,14 +142,14 @@ class RankPlace:
 
 
 class _Pace:
-    """When a rank looks and beats, and how long the store of the job has been silent.
+    """Schedules polls and heartbeats of a rank, and measures the silence of the job's store.
 
     Args:
-        looks: Counts the time in which this rank looks.
-        world_size: The number of ranks that look at one store.
+        looks: Counts the time in which this rank polls.
+        world_size: The number of ranks that poll one store.
         limit_s: The time after which a store without an answer counts as gone.
-        called_s: The monotonic clock from which looks count, if before the first look.
-        timing: How often a rank looks.
+        called_s: The monotonic clock from which polls count, if before the first poll.
+        timing: How often a rank polls.
     """
 
     def __init__(
@@ -163,14 +163,14 @@ class _Pace:
         self.looks = looks
         look_s = timing.rank_look_s + world_size * timing.rank_share_s
         self.look_s = min(look_s, timing.rank_look_most_s, limit_s / LOOKS)
-        """The seconds between two looks at the others, while this rank has something to do."""
+        """The seconds between two polls of the others while this rank has work to do."""
         self.least_s = timing.rank_look_first_s
-        """The shortest pause of a rank that only looks."""
+        """The shortest pause of a rank that only polls."""
         self.now_s = self.next_beat_s = self.next_slots_s = 0.0
         self.sealed_s = 0.0
         """The counted seconds at which this rank sealed."""
         self.took_s = 0.0
-        """The seconds that the last look took."""
+        """The seconds that the last poll took."""
         self.failed = False
         """Whether a call has failed since the last pause."""
         self._limit_s = limit_s
@@ -178,13 +178,13 @@ class _Pace:
         self._heard_s = looks.counted_s
 
     def begin(self, now_s: float) -> None:
-        """Begin at `now_s`; everything is due."""
+        """Start at `now_s`; a heartbeat and a poll are due at once."""
         self.now_s = self.next_beat_s = self.next_slots_s = now_s
         if self._called_s is not None:
             self.looks.look(min(self._called_s, now_s))
 
     def answered(self, answer: Answer, *, hears: bool = True) -> Answer:
-        """Note an answer of the store; `hears`: whether the answer counts as a sign of life."""
+        """Record an answer of the store; with `hears` it counts as a sign of life."""
         self.now_s = answer.now_s
         self.looks.look(self.now_s)
         self.failed |= answer.error is not None
@@ -194,17 +194,17 @@ class _Pace:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store has been silent for the limit."""
+        """Whether the store has been silent for the whole limit."""
         return self.silence_left_s <= 0.0
 
     @property
     def silence_left_s(self) -> float:
-        """The seconds until the store has been silent for the limit."""
+        """The seconds until the store has been silent for the whole limit."""
         return self._heard_s + self._limit_s - self.looks.counted_s
 
 
 class Round:
-    """A round of a save or a restore on one rank; see the subclasses."""
+    """A round of a save or a restore on one rank. Subclasses fix the kind and the tables."""
 
     kind: Kind
     tables: tuple[RoundTable, RoundTable]
@@ -225,14 +225,14 @@ class Round:
 
         Args:
             place: This rank.
-            number: The number of the round: the same on all ranks, and rising.
-            timeout_s: A rank that makes no progress for this long counts as standing still.
-            commit: The table of this rank's save, which the round feeds; None: it restores.
-            expects: Returns why this rank cannot accept the terms of rank 0; empty: it can.
+            number: The number of the round: the same on all ranks, and increasing.
+            timeout_s: A rank without progress for this long counts as stuck.
+            commit: The table of this rank's save, which the round feeds; None for a restore.
+            expects: Returns why this rank cannot accept rank 0's terms; empty if it can.
             called_s: When this rank was called to save or restore, on the monotonic clock; None:
-                now. The wait for late ranks counts from then. Work of this rank since then, such as
-                the clean-up after the previous save, counts up to a quarter of the time-out.
-            timing: How often this rank looks; None: as usual.
+                now. The wait for late ranks starts then. This rank's own work since then, such as
+                the cleanup after the previous save, counts for at most a quarter of the timeout.
+            timing: How often this rank polls; None: the default.
         """
         self.place = place
         self.number = number
@@ -263,7 +263,7 @@ class Round:
         return self.phase in ENDS
 
     def arrive(self, arrival: Mapping[str, Any]) -> None:
-        """Set the data of the first post; rank 0 then waits for the first posts of all others.
+        """Set the data of the first post; rank 0 then waits for the other ranks' first posts.
 
         Called before `operations` runs.
 
@@ -274,7 +274,7 @@ class Round:
         self._gathers = self._leads
 
     def go(self, terms: Mapping[str, Any]) -> None:
-        """Tell all ranks to begin, under `terms`; only on rank 0.
+        """Order all ranks to begin under `terms`; only on rank 0.
 
         Raises:
             FormatError: The terms are too large for a post; nothing has changed.
@@ -285,14 +285,14 @@ class Round:
         self._happen(Happening.GO)
 
     def refuse(self, reason: str, terms: Mapping[str, Any] | None = None) -> None:
-        """Tell all ranks to stop, since rank 0 is busy or cannot begin."""
+        """Order all ranks to stop because rank 0 is busy or cannot begin."""
         if self.phase is Phase.WAITING:
             self.stop, self.terms = reason, terms or {}
             self.outbox.put(go_key(self.number), GoPost(self.kind, self.terms, stop=reason))
         self._happen(Happening.STOP)
 
     def moved(self, done: int = 0, total: int = 0) -> None:
-        """Note progress; a rank that does not call it for `timeout_s` counts as standing still."""
+        """Record progress; a rank that does not call this for `timeout_s` counts as stuck."""
         self.outbox.slot = replace(self.outbox.slot, done=done, total=total)
         self.outbox.moved()
 
@@ -309,17 +309,17 @@ class Round:
         self._happen(Happening.SEALED)
 
     def merged(self) -> None:
-        """Report that the parts are whole; only on rank 0."""
+        """Report that the merged parts cover everything; only on rank 0."""
         self._happen(Happening.MERGED)
 
     def fail(self, cause: str) -> None:
-        """Give up; all other ranks will name this rank, with `cause`."""
+        """Give up; the errors of all other ranks name this rank and `cause`."""
         self._accuse(self.place.rank, self.place.host, cause)
 
     # -- the side of the session -----------------------------------------------------------------
 
     def operations(self, now_s: float) -> Generator[Operation, Answer, None]:
-        """Yield the operations on the store of the job, one after the other, to the end."""
+        """Yield the operations on the job's store, one at a time, until the round is over."""
         pace = self._pace
         pace.begin(now_s)
         while True:
@@ -340,12 +340,12 @@ class Round:
                 yield from self._wait(began_s)
 
     def error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
-        """Return the error of an abort; None on the rank at fault.
+        """Return the error of an abort; None without an abort, or on the rank at fault.
 
         Args:
-            what: What was not done: "step 300 was not saved".
-            stays: A sentence on the latest checkpoint; may be empty.
-            own: Whether the rank at fault gets the error, too.
+            what: The failure, such as "step 300 was not saved".
+            stays: A sentence about the latest checkpoint; may be empty.
+            own: Whether the rank at fault also gets the error.
         """
         verdict = self.verdict
         if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):
@@ -355,7 +355,7 @@ class Round:
     # -- within ----------------------------------------------------------------------------------
 
     def _wait(self, began_s: float) -> Generator[Operation, Answer, None]:
-        """Wait for the next look; the last one began at `began_s`."""
+        """Wait for the next poll; the last poll began at `began_s`."""
         pace = self._pace
         if not pace.failed and self.outbox.is_empty:
             answer = yield self._pause()
@@ -396,7 +396,7 @@ class Round:
             answer = pace.answered((yield Read(keys)))
             pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
-                if self._waits_for_others:  # looking is all that it has to do
+                if self._waits_for_others:  # it has nothing to do except poll
                     self.outbox.moved()
                 self._hear(keys, answer.value)
         if slots:
@@ -535,15 +535,15 @@ class Round:
         self.steps.append(step)
 
     def _tell(self, happening: Happening) -> None:
-        """Feed the table of the save, before this round continues."""
+        """Feed the save's table before this round continues."""
 
 
 class RestoreRound(Round):
-    """The round of a restore: all ranks have restored one checkpoint, or all raise.
+    """The round of a restore: all ranks restore one checkpoint, or all raise.
 
     A rank that returns knows that every rank has restored rank 0's choice. A rank that cannot learn
-    the decision raises, though the others may have returned: no protocol can avoid that. This is
-    a separate phase (`Phase.UNKNOWN`).
+    the decision raises, though the others may have returned: no protocol can avoid that. Such a
+    rank ends in a separate phase (`Phase.UNKNOWN`).
     """
 
     kind: Kind = "restore"
@@ -554,7 +554,7 @@ class SaveRound(Round):
     """The round of a save: all ranks commit one checkpoint, or none does.
 
     Feeds the table of this rank's save (`Commit`), which alone decides what may be deleted. On rank
-    0 the publisher feeds that table, starting with the publish.
+    0 the publisher feeds that table from the publish on.
     """
 
     kind: Kind = "save"

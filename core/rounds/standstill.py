@@ -1,4 +1,4 @@
-"""What the other ranks have posted, and how long they have stood still. Sans-IO.
+"""Posts of the other ranks, and how long each rank has been stuck. Sans-IO.
 
 Tested in `tests/core/rounds/test_posts.py`, and as part of rounds in `test_simulation.py`.
 """
@@ -32,13 +32,13 @@ MOST_COUNTED = 1 / 4
 
 
 class CountedLooks:
-    """Counts the time in which this rank looked at the others.
+    """Counts the time in which this rank polls the others.
 
-    Time between two looks counts up to a limit: a rank that was stopped itself (`SIGSTOP`, a
-    debugger, a machine that slept) has not seen the others, and must not count them as silent.
+    Time between two polls counts up to a limit. A rank that was itself stopped (`SIGSTOP`, a
+    debugger, a suspended host) has not seen the others, and must not count them as silent.
 
     Args:
-        most_s: The most seconds that count between two looks.
+        most_s: The most seconds that count between two polls.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -47,19 +47,19 @@ class CountedLooks:
         self._last_s: float | None = None
 
     def look(self, now_s: float) -> None:
-        """Count the time since the last look."""
+        """Count the time since the last poll."""
         if self._last_s is not None:
             self.counted_s += min(now_s - self._last_s, self._most_s)
         self._last_s = now_s
 
 
 class Standstill:
-    """Finds the ranks that have not moved for too long.
+    """Finds the ranks that have made no progress for too long.
 
     Args:
         looks: Counts the time.
-        ranks: The watched ranks; all count as moved now.
-        limit_s: The time after which a rank counts as standing still.
+        ranks: The watched ranks; all of them have just made progress.
+        limit_s: The time after which a rank counts as stuck.
     """
 
     def __init__(self, looks: CountedLooks, ranks: Iterable[int], limit_s: float) -> None:
@@ -68,11 +68,11 @@ class Standstill:
         self._moved_s = dict.fromkeys(ranks, looks.counted_s)
 
     def moved(self, rank: int) -> None:
-        """Start counting again for `rank`."""
+        """Restart the limit for `rank`."""
         self._moved_s[rank] = self._looks.counted_s
 
     def is_over(self, rank: int, share: float = 1.0) -> bool:
-        """Return whether `rank` has stood still for the limit, or for a share of it."""
+        """Return whether `rank` has made no progress for `share` of the limit."""
         return self._looks.counted_s - self._moved_s[rank] >= share * self._limit_s
 
     def left_s(self, ranks: Iterable[int]) -> float:
@@ -88,8 +88,8 @@ class OtherRanks(Standstill):
         place: The rank that watches.
         kind: What the round does.
         number: The number of the round.
-        looks: Counts the time in which the rank looks.
-        limit_s: The time after which a rank counts as standing still.
+        looks: Counts the time in which the rank polls.
+        limit_s: The time after which a rank counts as stuck.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class OtherRanks(Standstill):
 
     @property
     def all_here(self) -> bool:
-        """Whether rank 0 has heard of every other rank in this round; only on rank 0."""
+        """Whether every other rank has posted in this round; only on rank 0."""
         return len(self.arrived) == len(self._moved_s)
 
     @property
     def still(self) -> set[int]:
-        """The ranks that rank 0 waits for and that have stood still for half of the time-out.
+        """Unsealed ranks that have made no progress for half of the timeout; only on rank 0.
 
-        If a host dies with several ranks, the verdict names one of them.
+        If a host dies with several ranks, the verdict names only one of them.
         """
         return {r for r in self.pending if self.is_over(r, share=1 / 2)}
 
@@ -128,7 +128,7 @@ class OtherRanks(Standstill):
         return "" if post is None else post.host
 
     def hear(self, rank: int, data: bytes | None) -> str | None:
-        """Read the slot of a watched rank; return why the rank is lost, None if it is not."""
+        """Read the slot of a watched rank; return why the rank is lost, or None if it is not."""
         before = self._slot_bytes.get(rank)
         if data is not None and data != before:
             self._slot_bytes[rank] = data

@@ -1,9 +1,9 @@
 """The rounds of many ranks as tables, sans-IO: one for rank 0 and one for the others.
 
-A round agrees on one thing: whether all ranks commit, or none. It does not replace the table of a
-save (`core/catalog/commit_table.py`), which alone decides what may be published and what may be
-deleted: each rank has its own, and `SaveRound` in `round.py` feeds it. A row here names how far the
-round is, never whether data may go.
+A round decides one question: whether all ranks commit, or none. It does not replace the table of a
+save (`core/catalog/commit_table.py`), which alone decides what may be published and deleted. Each
+rank has its own save table, and `SaveRound` in `round.py` feeds it. A row here names the progress
+of the round, and never whether data may be deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Phase(StrEnum):
-    """How far a round is on one rank."""
+    """The progress of a round on one rank."""
 
     WAITING = "waiting"  # for rank 0's answer; on rank 0: to give it
     WORKING = "working"
@@ -59,7 +59,7 @@ class Happening(StrEnum):
 
 
 class Step(StrEnum):
-    """The next step of a rank."""
+    """The next action of a rank."""
 
     WORK = "write, or restore, then report that it has sealed"
     POST_SEALED = "post what it sealed; wait for the decision"

@@ -1,5 +1,5 @@
-"""The save: live objects into frames and a commit record.
+"""Saves live objects as frames and a commit record.
 
-Runs one save, from the described state to its end, on its threads. The public face, and copies of
-a checkpoint after its commit, are elsewhere. Only the facade, `copy` and `tiers` import it.
+Runs one save on its own threads, from the described state to its end. Other packages have the
+public API, and copy a checkpoint after its commit. Only the facade, `copy` and `tiers` import it.
 """

@@ -1,9 +1,8 @@
-"""The base of a save: the earlier checkpoint against which codecs encode its chunks.
+"""Finds the base of a save: the earlier checkpoint against which codecs encode its chunks.
 
-A chain of deltas ends once it is `max_chain` long.
-
-The base is the newest checkpoint in the place of the save whose step is not later than the save's.
-Its chunks come from host memory if this process has just saved and kept them, else from the store.
+The base is the newest checkpoint on the save's backend whose step is not above the save's. Its
+chunks come from host memory if this process kept them after its last save, else from the store. A
+chain of deltas has at most `max_chain` links.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _MEMORY_SHARE = 4  # by default, a state above a quarter of the memory is not ke
 
 
 class KeptChunks:
-    """The frames and chunks of this process's newest checkpoint; for one save at a time.
+    """Keeps the frames and chunks of this process's newest checkpoint, for one save at a time.
 
-    While a save runs, its chunks replace those of the previous checkpoint one by one, so that the
-    memory of one state is enough. A failed save leaves a mixture, so a chunk serves as a base only
-    if its frame has the same checksum.
+    While a save runs, its chunks replace those of the previous checkpoint one by one, so memory for
+    one state is enough. A failed save leaves chunks of both, so a chunk serves as a base only if
+    its checksum equals its frame's.
     """
 
     def __init__(self) -> None:
@@ -61,12 +60,12 @@ class KeptChunks:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of memory held."""
+        """The bytes of memory that the chunks take."""
         with self._lock:
             return sum(view.nbytes for view in self._views.values())
 
     def frames_of(self, uid: str) -> EarlierFrames | None:
-        """Return the frames of a checkpoint; None if another one is kept."""
+        """Return the frames of the checkpoint `uid`; None if another is kept."""
         return self._frames if uid and uid == self._uid else None
 
     def view(self, key: ChunkKey) -> memoryview | None:
@@ -112,11 +111,11 @@ class ChosenBase(NamedTuple):
 
 
 class SaveBases:
-    """The bases of one save. The save thread chooses; the workers ask for single chunks.
+    """Gives the bases of one save. The save thread chooses; the workers ask for single chunks.
 
-    If anything goes wrong with the base, it is logged and chunks are stored whole: a damaged
-    earlier checkpoint never fails a save. With several ranks, rank 0 chooses, and its intent
-    protects the base; each rank finds the frames of its own chunks, whichever rank stored them.
+    A damaged earlier checkpoint never fails a save: errors are logged, and chunks are stored whole.
+    With several ranks, rank 0 chooses, and its intent protects the base. Each rank finds the frames
+    of its own chunks, even if other ranks stored them.
     """
 
     def __init__(
@@ -136,10 +135,10 @@ class SaveBases:
         Args:
             plan: The chunks of the save.
             chains: Codec chains by number; None is raw.
-            step: The step of the save; a later one cannot be its base.
+            step: The step of the save; no later checkpoint can be its base.
             kept: The chunks in memory.
             earlier: Reads earlier checkpoints.
-            deltas: How long chains get, and how much memory the base may take.
+            deltas: The limits on chain length and on memory for the base.
             share: Whether to reuse chunks of the base instead of storing them again.
             block_bytes: The bytes per checksum in raw frames of the save.
         """
@@ -191,10 +190,10 @@ class SaveBases:
         return self.references
 
     def confirm(self) -> None:
-        """Give up the base if its record is gone. Call this once the intent is published.
+        """Drop the base if its commit record is gone. Call this after the intent is published.
 
-        A deletion that begins later finds the intent and leaves the base's data alone. A save
-        never refers to files that the base has lost otherwise: no reader could read them.
+        A deletion that starts later sees the intent and keeps the base's data. A save never refers
+        to files that the base has lost for other reasons, since no reader could read them.
         """
         record, backend = self._record, self._backend
         if record is None or backend is None:
@@ -212,7 +211,7 @@ class SaveBases:
 
     @property
     def chosen(self) -> ChosenBase | None:
-        """The base, for the other ranks; None if there is none."""
+        """The base that rank 0 sends to the other ranks; None if there is none."""
         record = self._record
         if record is None:
             return None
@@ -238,8 +237,8 @@ class SaveBases:
         """Find the frames that chunks of the save may refer to.
 
         Args:
-            chunks: The numbers of the chunks that this rank writes, once the plan has their
-                rectangles; None: this process saves alone.
+            chunks: The numbers of the chunks that this rank writes; the plan has their spans. None:
+                this process saves alone.
         """
         mine = range(len(self._plan.chunks)) if chunks is None else sorted(chunks)
         needing = [n for n in mine if self._needs_base[self._plan.chunks[n].chain]]
@@ -284,7 +283,7 @@ class SaveBases:
             self._sizes = self._sizes_of_blobs(backend, every)
 
     def _sizes_of_blobs(self, backend: Backend, frames: Iterable[StoredFrame]) -> dict[str, int]:
-        """Return the sizes of the frames' blobs: they are few, so each gets its own `stat`."""
+        """Return the sizes of the frames' blobs, with one `stat` each, since they are few."""
         sizes: dict[str, int] = {}
         names = {link.blob.name: link.blob.length for stored in frames for link in stored.links()}
         for name in names:
@@ -303,14 +302,14 @@ class SaveBases:
         )
 
     def entry(self) -> BaseEntry | None:
-        """Return the base's entry in the commit record, for chunks encoded against the base."""
+        """Return the commit record's entry for the base, if there is a base."""
         record = self._record
         if record is None:
             return None
         return BaseEntry(record.uid, record.step, self._age_above(record))
 
     def shared(self, index: int, content: int, chain: int) -> StoredFrame | None:
-        """Return a stored frame with a chunk's content, if there is one. Thread-safe.
+        """Return a stored frame that has a chunk's content, or None. Thread-safe.
 
         Args:
             index: The number of the chunk.
@@ -334,7 +333,7 @@ class SaveBases:
         return stored if own is not None or self._read(stored, context) is not None else None
 
     def base_of(self, index: int) -> tuple[StoredFrame, memoryview] | None:
-        """Return the frame and the bytes of a chunk's base; None: encode the chunk whole.
+        """Return the frame and the bytes of a chunk's base; None if it must be encoded whole.
 
         Thread-safe. The bytes stay unchanged until this thread calls `keep` for the chunk, or
         `base_of` for another one.
@@ -375,7 +374,7 @@ class SaveBases:
     # ------------------------------------------------------------------------------------------
 
     def _read(self, stored: StoredFrame, context: CodecContext) -> memoryview | None:
-        """Return a frame's chunk from the store; on failure give up the base, return None."""
+        """Return a frame's chunk from the store. On failure, drop the base and return None."""
         backend = self._backend
         assert backend is not None
         out = self._memory.take(context.raw_length)
@@ -391,7 +390,7 @@ class SaveBases:
         return 1 + (record.base.age if record.base is not None else 0)
 
     def _may_list(self, stored: StoredFrame) -> bool:
-        """Return whether the part can list a frame: no blob is lost, and raw blocks are equal."""
+        """Return whether the part can list a frame: its blobs exist, and raw block sizes match."""
         sizes = self._sizes or {}
         return all(
             (link.chain or link.block_bytes == self._block_bytes)
@@ -424,7 +423,7 @@ class SaveBases:
 
 
 def _regions_of(keys: Iterable[ChunkKey]) -> dict[ObjectPath, set[Region]]:
-    """Return the regions of the pieces of chunks, by the paths of their objects."""
+    """Return the regions that contain the pieces of chunks, by object path."""
     regions: dict[ObjectPath, set[Region]] = {}
     for key in keys:
         for piece in key:

@@ -1,10 +1,9 @@
 """Captures described state: copies it out of the memory that training is about to change.
 
-A chunk is copied into staging, which is reused once the writer gives it back. If the copy would
-keep the writer waiting, or the caller waits anyway, the chunk is lent *straight* instead: the
-writer reads the live tensor, and the chunk counts as captured once it is written.
-The versions of tensors are compared before and after. A deferred tensor is also compared with
-samples of its memory.
+A chunk is copied into staging memory, which the writer gives back after use. If the copy would keep
+the writer waiting, or the caller waits anyway, the chunk is lent *straight* instead: the writer
+reads the live tensor, and the chunk counts as captured once it is written. Tensor versions are
+compared before and after. Deferred tensors are also compared with samples of their memory.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little t
 class LentChunks:
     """Counts the chunks that the writer still reads from live memory; threads wait for zero.
 
-    A waiting thread takes no lock, since it may be the training thread.
+    `wait` takes no lock, since the training thread may call it.
     """
 
     def __init__(self) -> None:
@@ -56,25 +55,25 @@ class LentChunks:
         self._cancelled = False
 
     def lend(self) -> None:
-        """Count a chunk."""
+        """Count one more lent chunk."""
         with self._lock:
             self._open += 1
 
     def give_back(self) -> None:
-        """Count a chunk that is written or given up."""
+        """Count one lent chunk less: it was written or given up."""
         with self._lock:
             self._open -= 1
             if not self._open:
                 self._let_pass()
 
     def cancel(self) -> None:
-        """Let all waiting and later threads pass."""
+        """Wake all waiting threads; later waits return at once."""
         with self._lock:
             self._cancelled = True
             self._let_pass()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until no chunk is lent, None for ever; return whether that is so, or cancelled."""
+        """Wait until no chunk is lent, or `cancel` is called; return False after `timeout_s`."""
         over = Latch()
         # Append before reading the count: `give_back` may count the last chunk in between, and it
         # opens only the latches in the list.
@@ -89,11 +88,11 @@ class LentChunks:
 
 
 class Derivation:
-    """Finds which objects equal a rounded master; compares each when its first chunk is due.
+    """Finds objects that equal a rounded master. Compares each when its first chunk is due.
 
     Attributes:
         masters: The objects that may be derived, each with its possible masters.
-        derived: The numbers of derived objects, and of their masters.
+        derived: Maps each derived object's number to its master's.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class Derivation:
         """Prepare to compare.
 
         Args:
-            masters: The attribute.
+            masters: The attribute `masters`.
             torn: Has the objects of the plan.
-            captures: Whether derived objects are captured anyway. With several ranks it may be
-                known only later which rank stores an object as derived.
+            captures: Whether to capture derived objects too, because this rank may learn only later
+                which rank stores them as derived.
         """
         self.masters = masters
         self.derived: dict[int, int] = {}
@@ -173,7 +172,7 @@ class CaptureRun:
             need_writer: Called before each wait that only writing can end.
             straight_first: Whether chunks are lent where memory allows, since the caller waits.
             workers: The threads that copy while training waits.
-            turn: Has what other ranks write, and what may be derived.
+            turn: Has the chunks that other ranks write, and the objects that may be derived.
         """
         self._chunks = plan.chunks
         self._staging = staging
@@ -203,11 +202,11 @@ class CaptureRun:
 
     @property
     def derived(self) -> Mapping[int, int]:
-        """The numbers of derived objects, and of their masters."""
+        """The number of each derived object, mapped to its master's."""
         return self._derivation.derived
 
     def take_now(self) -> None:
-        """Capture everything that is not deferred; on return that memory may change.
+        """Capture all chunks that are not deferred; on return training may change their memory.
 
         Raises:
             TornSnapshotError: A tensor changed during the capture.
@@ -222,7 +221,7 @@ class CaptureRun:
         self._issue_device_copies()
 
     def take_deferred(self) -> None:
-        """Capture the deferred chunks, which may need the fence; on return all are captured.
+        """Capture the deferred chunks; on return all chunks are captured.
 
         Raises:
             TornSnapshotError: A tensor changed before its capture was complete.
@@ -244,11 +243,11 @@ class CaptureRun:
         passes: bool = True,
         while_comparing: AbstractContextManager[None] | None = None,
     ) -> bool:
-        """Wait until deferred memory may change; False: the capture was not complete in time.
+        """Wait until deferred memory may change; return False if the capture takes longer.
 
-        Does not wait for device copies in flight: later work of this thread runs after them. The
-        caller is the training thread, so it takes no lock here: a signal handler that saves may
-        interrupt it anywhere, and would wait for threads that wait for the lock.
+        Does not wait for device copies in flight, since later device work of this thread runs after
+        them. Takes no lock: the training thread calls this, and a signal handler that saves may
+        interrupt it anywhere and would then wait for the lock forever.
 
         Args:
             timeout_s: How long to wait for the capture.
@@ -277,11 +276,11 @@ class CaptureRun:
         return True
 
     def check(self) -> None:
-        """Compare deferred memory, unless the fence was passed: after it the memory may differ.
+        """Check that deferred memory is unchanged, unless the fence was passed.
 
-        torch counts an in-place change when it is *over*, so a check in the middle of one misses
-        it. So the capture checks at its end, the fence checks on the training thread (which runs
-        no operation then), and the save checks once more before it commits.
+        torch counts an in-place change when the change *ends*, so a check in the middle misses it.
+        So the capture checks at its end, the fence checks on the training thread (which runs no
+        operation then), and the save checks once more before it commits.
 
         Raises:
             TornSnapshotError: A deferred tensor changed.
@@ -289,7 +288,7 @@ class CaptureRun:
         self._torn.check(deferred=True, samples=True)
 
     def owns(self, storages: Callable[[], Iterable[int]]) -> bool:
-        """Return whether deferred memory is in one of `storages`, which yields addresses."""
+        """Return whether any address that `storages` yields holds deferred memory."""
         deferred = self._torn.deferred_sources()
         described = {s.memory.storage for s in deferred if s.memory is not None}
         if any(address in described for address in storages()):
@@ -327,12 +326,12 @@ class CaptureRun:
                 self._staging.release(captured.block)
 
     def forget(self) -> None:
-        """Drop all references to the state once the save is over: the user may free it now."""
+        """Drop all references to the state after the save, so that the user can free it."""
         self._torn.forget()
         self._chunks = ()
 
     def release(self, captured: Captured) -> None:
-        """Release the memory of a chunk; called once for each, from any thread."""
+        """Release the memory of a chunk. Called once per chunk, from any thread."""
         if captured.block is not None:
             self._staging.release(captured.block)
         if captured.end_hold is None:
@@ -341,7 +340,7 @@ class CaptureRun:
         self._lent.give_back()
 
     def wake(self) -> None:
-        """Note that the writer has accepted captured chunks: it may be lent more."""
+        """Wake the capture: the writer has accepted chunks, and may be lent more."""
         self._staging.wake()
 
     def release_unwritten(self) -> None:
@@ -378,7 +377,7 @@ class CaptureRun:
     def _reserve(
         self, index: int, *, lendable: bool, is_awaited: Callable[[], bool]
     ) -> Block | None:
-        """Reserve staging for a chunk; None: the chunk was lent instead."""
+        """Reserve staging for a chunk; return None if the chunk was lent instead."""
         chunk = self._chunks[index]
 
         def may_be_lent() -> bool:
@@ -394,7 +393,7 @@ class CaptureRun:
                 self._need_writer()
                 self._staging.was_short = self._staging.was_short or is_awaited()
             # A thread that waits for staging must hold none, or two threads could wait for each
-            # other for ever: finish the copies in flight and hand them on first.
+            # other forever: finish the copies in flight and hand them on first.
             self._flush()
             if may_be_lent():
                 if self._lend(index):
@@ -463,7 +462,7 @@ class CaptureRun:
         return None if view is None else view[piece.start : piece.stop]
 
     def _lend(self, index: int) -> bool:
-        """Hand the chunk on without a copy; False: it can no longer be lent."""
+        """Hand the chunk on without a copy; return False if it can no longer be lent."""
         self._need_writer()
         self._flush()
         chunk = self._chunks[index]

@@ -1,6 +1,6 @@
 """Publishes the manifest of a save whose blobs are sealed: part, index, commit record.
 
-The save thread runs it. `finish` has the steps before it, and the end of a save.
+The save thread runs this module. `finish` runs the steps before it, and ends the save.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ log = logging.getLogger("penstock")
 class Committer:
     """Publishes the manifest of one save whose blobs are sealed; the commit record comes last.
 
-    Each rank publishes its part, and rank 0 the index and the commit record of all.
+    Each rank publishes its part. Rank 0 also publishes the index and the commit record.
 
     Attributes:
         request: The plan and the options of the save.
         manifest: Encodes the manifest.
-        backend: The place of the save.
+        backend: The backend that the save writes to.
         publisher: Publishes the commit record.
-        agreement: This rank's side of the save.
+        agreement: This rank's agreement with the other ranks.
         state: The state of the commit.
-        bases: What the save may refer to; None: nothing.
-        known: On rank 0 the index of the newest save.
-        onward: The way to slower tiers, if there are any.
+        bases: Frames that the save may refer to; None: no frames.
+        known: On rank 0, the index of the newest save.
+        onward: Copies the checkpoint to slower tiers, if any.
         clock: Gives the time of the commit.
         check: Raises if the save was given up, or another rank has failed.
         begin: Begins the commit, which cannot be given up afterwards; raises if it must not begin.
@@ -96,12 +96,12 @@ class Committer:
     def commit(
         self, part: RankManifest, *, share: RankShare, derived: Collection[int], refers: bool
     ) -> None:
-        """Publish the part of this rank, and on rank 0 the index and the commit record of all.
+        """Publish the part of this rank; on rank 0, also the index and the commit record.
 
         Args:
             part: The part.
-            share: What this rank writes and lists of the save.
-            derived: Numbers of the objects of the plan that this rank stores as derived.
+            share: The chunks and entries of this rank.
+            derived: Numbers of the objects that this rank stores as derived.
             refers: Whether chunks of this rank are encoded against the base.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.core.save.job import SaveJob
 
 _pending: dict[SaveJob, float] = {}  # needs no lock: its calls are atomic
+_waited_s = 0.0
 
 
 def arm(job: SaveJob, timeout_s: float) -> None:
@@ -30,6 +32,11 @@ def disarm(job: SaveJob) -> None:
     _pending.pop(job, None)
 
 
+def waited_s() -> float:
+    """Return the seconds for which steps of optimizers have waited for captures so far."""
+    return _waited_s
+
+
 def fence_all() -> None:
     """Wait for every pending capture of this process, whose memory is about to change."""
     for job in list(_pending):
@@ -37,21 +44,24 @@ def fence_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
+    global _waited_s  # noqa: PLW0603 - as above
     if not _pending:
         return
+    began_s = time.monotonic()
     for job, timeout_s in list(_pending.items()):
         # The step of another trainer does not fence this job's tensors: an operation on them may be
         # running, and only the check before the commit would see it.
         passes = job.is_changed_by(partial(_storages, optimizer))
         if job.fence(timeout_s, passes=passes) and passes:
             disarm(job)
+    _waited_s += time.monotonic() - began_s
 
 
 def _storages(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the storage addresses that a step changes: of parameters, then of their state.
+    """Yield the storage addresses that a step changes: first of parameters, then of their state.
 
-    Yields 0 for a parameter without its own memory. The state may be deferred although no
-    parameter is: parameters in shared memory, or changed by a forward pass, never are.
+    Yields 0 for a parameter without its own memory. State may be deferred where no parameter is:
+    parameters in shared memory, or changed by a forward pass, are never deferred.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

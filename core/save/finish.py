@@ -1,7 +1,7 @@
-"""Takes a save from its intent to its end, step by step.
+"""Runs the steps of a save, from its intent to its commit or clean-up.
 
-The save thread runs it. `job` has the threads and ends a save; this module catches an error only
-where it resolves it.
+The save thread runs this module. `job` owns the threads and ends the save. This module catches an
+error only where it handles it.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Finish:
             ending: Has the error if the save was given up.
             clock: Gets the time at which the commit begins.
             workers: The threads that hash and encode.
-            bases: What the save may refer to; None: every chunk is stored whole.
-            turn: The turn of this rank among those that save together.
+            bases: Frames that the save may refer to; None: every chunk is stored whole.
+            turn: This save in its group of ranks.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -144,7 +144,7 @@ class Finish:
         self._write_to(destination.backend)
 
     def _write_to(self, backend: Backend) -> None:
-        """Make `backend` the place of this save, which has written nothing yet."""
+        """Write to `backend`. The save has not written anything yet."""
         request = self.request
         self._backend = backend
         self._publisher = Publisher(
@@ -181,11 +181,11 @@ class Finish:
 
     @property
     def url(self) -> str:
-        """The URL of the place that the save writes to."""
+        """The URL of the backend that the save writes to."""
         return self._backend.url
 
     def run(self, before_commit: Callable[[SaveRequest, str], None]) -> SaveReport:
-        """Take the save from its intent to its commit record.
+        """Run the steps from the intent to the commit record.
 
         Args:
             before_commit: Called right before the commit; raises if the save must not commit.
@@ -231,7 +231,7 @@ class Finish:
 
     def _committer(self, before_commit: Callable[[SaveRequest, str], None]) -> Committer:
         def begin() -> None:
-            """Begin the commit, unless the save was given up, which is impossible later."""
+            """Begin the commit, unless the save was given up. Later it cannot be given up."""
             self._capture.check()
             before_commit(self.request, self.uid)
             with self._ending.lock:
@@ -288,7 +288,7 @@ class Finish:
     def arrive(self) -> None:
         """Report to the other ranks that this rank takes part.
 
-        Waits until the state's devices are idle: ranks compare samples of their memory.
+        Waits until the state's devices are idle, since ranks compare samples of device memory.
 
         Raises:
             SaveAbortedError: The save was given up; nothing is reported.
@@ -300,7 +300,7 @@ class Finish:
     def give_up(self, error: BaseException) -> BaseException:
         """Report to the other ranks that this rank has failed; return the error.
 
-        On return it is known what may be deleted. The error names the rank that is the cause.
+        On return, `commit` knows what may be deleted. The error names the rank that caused it.
         """
         if not self._turn.begun:
             return error  # the save may be prepared again under its number; the caller reports it
@@ -342,7 +342,7 @@ class Finish:
         return names
 
     def forget(self) -> None:
-        """Drop all references to the state once the save is over: the user may free it now."""
+        """Drop all references to the state after the save, so that the user can free it."""
         self._capture.forget()
         self._turn.brought = self._turn.brought.without_state()
         del self._manifest, self._writer
@@ -375,7 +375,7 @@ class Finish:
         self.moved()
 
     def _stay(self) -> None:
-        """Keep waiting for other ranks, which is not the store's fault; raise if given up."""
+        """Keep the watchdog and the intent alive during a wait for ranks; raise if given up."""
         self.watchdog.moved()
         self._raise_if_given_up()
         if self._has_intent:
@@ -394,7 +394,7 @@ class Finish:
         self.check_ranks()
 
     def _begin(self) -> None:
-        """Begin to write, once rank 0 allows it."""
+        """Wait until rank 0 and the capture allow writing."""
         agreement = self._agreement
         if agreement.leads:
             arrivals = agreement.gather()
@@ -463,7 +463,7 @@ class Finish:
         return name
 
     def _follow(self) -> None:
-        """Write to the place that rank 0 has chosen, if it is the same place here.
+        """Write to the backend that rank 0 chose, if this rank sees the same one.
 
         Raises:
             ConfigError: The backends of the ranks differ.

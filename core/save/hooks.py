@@ -1,8 +1,8 @@
 """Calls functions before and after every optimizer step of the process.
 
-torch has one dict of global hooks for each: they run through wrappers, for optimizers outside the
-tree, and for those that step inside backward. A hook is never removed: removing it from another
-thread would change the dict that torch iterates over.
+torch has one registry of global hooks per process. Its hooks fire for wrapped optimizers, for those
+outside the tree, and for those that step inside backward. Our hooks stay installed: removal from
+another thread would change the dict that torch iterates over.
 """
 
 from __future__ import annotations

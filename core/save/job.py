@@ -1,4 +1,4 @@
-"""Runs one save: its threads, its handle, and its end. `finish` has the steps."""
+"""Runs the threads of one save, resolves its handle, and ends it. `finish` has the steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ log = logging.getLogger("penstock")
 
 
 class SaveJob:
-    """A save under way. On the caller's thread: `begin_capture`, then `capture_now`.
+    """Runs one save. The caller's thread calls `begin_capture`, then `capture_now`.
 
     Three threads work for it: one captures, one writes and commits, one watches the store.
     """
@@ -76,10 +76,10 @@ class SaveJob:
             workers: The threads.
             surroundings: Makes room before the save and cleans up after it.
             called: When `save` was called, on the monotonic clock; default: now.
-            bases: What the save may refer to; None: every chunk is stored whole.
+            bases: Frames that the save may refer to; None: every chunk is stored whole.
             log_failure: Whether to log why the save failed. Off if the caller waits for the save
                 and raises its error, which would then be printed twice.
-            turn: The ranks that save together; None: this process saves alone.
+            turn: This save in its group of ranks; None: this process saves alone.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -131,7 +131,7 @@ class SaveJob:
 
     @property
     def request(self) -> SaveRequest:
-        """The request of the save; after the save, without the state."""
+        """The request of the save, without the state once the save is over."""
         return self._finish.request
 
     @property
@@ -140,10 +140,10 @@ class SaveJob:
         return self._finish.uid
 
     def start(self) -> None:
-        """Begin to write in the background, unless that has begun.
+        """Begin to write in the background, if not begun yet.
 
-        A save that blocks only for its capture writes once the capture is complete or needs room:
-        writing earlier takes memory bandwidth from the copies that training waits for.
+        A save that blocks only for its capture writes after the capture, or when the capture needs
+        room. Earlier writes take memory bandwidth from the copies that training waits for.
         """
         self._finish.may_write.open()
         self._start_threads()
@@ -158,8 +158,8 @@ class SaveJob:
     def begin_capture(self) -> None:
         """Start to capture; failures go to the handle. A second call continues the first.
 
-        The capture has its own thread even when the caller waits for it: Ctrl-C, which only the
-        main thread gets, cannot come between taking one of the engine's locks and releasing it.
+        The capture has its own thread even when the caller waits for it. Only the main thread gets
+        Ctrl-C, so Ctrl-C cannot interrupt the capture while it holds one of the engine's locks.
 
         Raises:
             KeyboardInterrupt: Call `interrupt` then.
@@ -181,7 +181,7 @@ class SaveJob:
         self._may_return.wait()
 
     def interrupt(self, error: BaseException) -> None:
-        """Give up the save because `error` hit the caller of `save` as it waited or prepared."""
+        """Give up the save because `error` was raised in the caller of `save`."""
         if self._may_capture.acquire(blocking=False):
             self._capture_over.open()  # the capture has not begun, and now cannot
         interrupted = SaveAbortedError(f"step {self.request.step}: interrupted")
@@ -209,8 +209,8 @@ class SaveJob:
     def finished(self, timeout_s: float | None) -> bool:
         """Wait until the save has ended or failed, and its memory is free again.
 
-        The wait for the memory has a limit, since a stuck store may keep it for ever. A callback
-        of the save does not wait for it: the memory is freed only after the callback returns.
+        The wait for the memory has a limit, since a stuck store may keep it forever. A callback of
+        the save does not wait for it: the memory is freed only after the callback returns.
         """
         if not self._over.wait(timeout_s):
             return False
@@ -222,14 +222,14 @@ class SaveJob:
         """Return whether a step on parameters at `storages` may change deferred memory.
 
         A user who passed `defer` has promised that any step on the thread that saved is the fence.
-        The address 0 means a parameter without its own memory, which may be any.
+        Address 0 means a parameter without its own memory, so the step may change any memory.
         """
         if self.request.promised and threading.get_ident() == self._caller:
             return True
         return self._capture.owns(storages) or 0 in storages()
 
     def fence(self, timeout_s: float | None, *, give_up: bool = True, passes: bool = True) -> bool:
-        """Wait until deferred memory may change; False: it took too long.
+        """Wait until deferred memory may change; return False after `timeout_s`.
 
         An error of the save goes to its handle.
 
@@ -239,7 +239,7 @@ class SaveJob:
             passes: Whether the memory is about to change; if not, later checks still compare it.
 
         Raises:
-            BusyError: A signal handler that interrupted this was refused; the save continues.
+            BusyError: A signal handler interrupted this and was refused; the save continues.
         """
         if self._over.done():
             return True
@@ -268,7 +268,7 @@ class SaveJob:
         return complete
 
     def _captured_was_awaited(self) -> None:
-        """Count a wait for `captured` by the thread that called `save` as a fence."""
+        """Treat a wait for `captured` on the thread that called `save` as a fence."""
         if threading.get_ident() == self._caller:
             self.fence(None)
             if self.ending.error is not None:
@@ -293,7 +293,7 @@ class SaveJob:
         self.ending.fail(why, first=first)
 
     def _log_text(self, error: BaseException) -> str:
-        """Return the text to log for an error: short for another rank's that is logged there."""
+        """Return the log text of an error; short if rank 0 logs another rank's error."""
         if isinstance(error, RankError) and self.request.rank and is_logged(error):
             return f"rank {error.rank} is the cause; see the log of rank 0"
         return str(error)
@@ -317,7 +317,7 @@ class SaveJob:
         return "capture" if self._clock.captured is None else "write"
 
     def _take_all(self) -> None:
-        """Run the capture; the body of the capture thread."""
+        """Run the capture, as the body of the capture thread."""
         if not self._may_capture.acquire(blocking=False):
             return
         try:
@@ -343,7 +343,7 @@ class SaveJob:
         self._clock.blocked += time.monotonic() - self._clock.called
 
     def _run(self) -> None:
-        """Write and commit; the body of the save thread."""
+        """Write and commit, as the body of the save thread."""
         if not self._may_run.acquire(blocking=False):
             return
         watchdog, surroundings = self._finish.watchdog, self._surroundings
@@ -366,6 +366,7 @@ class SaveJob:
             self.fail(_of_our_tree(error, self.request.step))
             self._finish.clean_up(self._capture_over)
         else:
+            report = surroundings.reported(report)
             self._succeeded(report)
             log.info(
                 "saved step %d: %s in %.2f s (blocked %.3f s)",
@@ -385,7 +386,7 @@ class SaveJob:
                     self._surroundings = None  # it holds the checkpointer, which holds this job
 
     def _skip(self, error: SaveSkippedError) -> None:
-        """Mark the save as skipped by rank 0, which is not a failure that users must see."""
+        """Mark the save as skipped by rank 0. Users need not see this as a failure."""
         self.handle.skipped = True
         self.handle.error_seen = True
         log.debug("%s", str(error))
@@ -409,7 +410,7 @@ class SaveJob:
             try:
                 tiers = onward.tiers()
             except BaseException as raised:
-                self.ending.leave(raised)  # or a waiter for the save would wait for ever
+                self.ending.leave(raised)  # or a thread that waits for the save would wait forever
                 raise
             self.ending.succeed(replace(report, tiers=tiers))
             if has_started:
@@ -424,14 +425,14 @@ class SaveJob:
         has_started = True
 
     def _watch(self) -> None:
-        """Give up the save when the store makes no progress for `io_timeout_s`."""
+        """Give up the save when the store stalls for `io_timeout_s`, or another rank fails."""
         if not self._may_watch.acquire(blocking=False):
             return
         watchdog = self._finish.watchdog
         poll_s = min(self._timing.poll_s, watchdog.limit_s / 4)
         while not self.released.wait(poll_s):
             if self.ending.error is not None:
-                # The save thread may hang in the store for ever, and other threads may wait for
+                # The save thread may hang in the store forever, and other threads may wait for
                 # this memory.
                 self._capture.release_unwritten()
             if watchdog.is_paused:

@@ -72,10 +72,10 @@ def copy_chunk(
 def flat_copies(
     chunks: Sequence[Chunk], objects: Sequence[PlannedObject], blocks: Sequence[Block]
 ) -> Iterator[list[Callable[[], object]]]:
-    """Make a call for each chunk that copies it into its block; any thread may make the calls.
+    """Yield one function per chunk that copies it into its block; any thread may call them.
 
     Args:
-        chunks: Chunks of one piece each, of flat memory of the host.
+        chunks: Chunks of one piece each, in flat host memory.
         objects: The objects of the plan.
         blocks: The memory for each chunk.
 
@@ -100,10 +100,10 @@ def flat_copies(
 def _copy_alike(
     pieces: Sequence[Piece], objects: Sequence[PlannedObject], block: Block
 ) -> list[Piece]:
-    """Copy small objects of equal lengths together; return the pieces that are left.
+    """Copy small objects of equal length together; return the remaining pieces.
 
     Holding each object would take longer than copying it. Deferred copies still use holds: training
-    has the GIL then, and all moves would be blocked for as long as this thread waits for it.
+    has the GIL then, and this thread would block all moves while it waits for the GIL.
     """
     by_length: dict[int, list[Piece]] = {}
     for piece in pieces:
@@ -130,7 +130,7 @@ def _copy_still(
     sources: Sequence[ByteSource],
     block: Block,
 ) -> list[Piece]:
-    """Copy objects of one length whose memory does not move, if they have an address."""
+    """Copy objects of one length whose memory stays still; return those without an address."""
     pairs = zip([source.address for source in sources], places_of(sources), strict=True)
     starts = [
         at if described is not None and at is not None else described for described, at in pairs
@@ -194,7 +194,7 @@ def held(sources: Sequence[ByteSource]) -> Iterator[None]:
 
 
 def by_class(sources: Iterable[ByteSource]) -> dict[Any, list[ByteSource]]:
-    """Return sources by the function of their class that keeps their memory still."""
+    """Group sources by the function of their class that keeps memory still."""
     groups: dict[Any, list[ByteSource]] = {}
     for source in sources:
         groups.setdefault(type(source).still, []).append(source)
@@ -214,7 +214,7 @@ def while_still(groups: dict[Any, list[ByteSource]], action: Callable[[], T]) ->
 
 
 def _may_stay_still(kind: type[ByteSource]) -> bool:
-    """Return whether `still` is enough for a copy; it is not where only `hold` keeps memory."""
+    """Return whether `still` is enough for a copy; it is not if a class overrides only `hold`."""
     return kind.hold is ByteSource.hold or kind.still is not ByteSource.still
 
 

@@ -56,13 +56,13 @@ _ONE_REF = 3
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """What the commit record and the index record about a part.
+    """A summary of a part for the commit record and the index.
 
     Attributes:
         entry: The part.
         codecs: Codecs used, name to version.
         borrowed: The blobs of other saves that it refers to, ascending by name.
-        bytes_raw: Raw bytes of objects that it stores.
+        bytes_raw: Raw bytes of the objects that it stores.
         bytes_stored: Bytes of the blobs that its rank wrote.
         blobs: Number of these blobs.
     """
@@ -77,10 +77,10 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class RankManifest:
-    """The part of one rank, and what it lists.
+    """The encoded part of one rank, with the shards that it lists.
 
-    Its first `listing_bytes` bytes list its shards. `frames` has the frame of each chunk of the
-    plan by number; numbers inside a frame index `tables`.
+    The first `listing_bytes` bytes of `data` list the shards. `frames` maps chunk numbers of the
+    plan to frames; numbers inside a frame index `tables`.
     """
 
     data: bytes
@@ -98,14 +98,14 @@ class RankManifest:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What this rank writes and lists of a save; the default is a save of one process.
+    """The chunks and entries that this rank writes and lists; by default, one process has all.
 
     Attributes:
         rank: The number of this rank.
         world_size: Number of ranks.
         chunks: The chunks of the plan that it writes; None: all.
-        lists_all: Whether it lists all that it describes. If not, it lists what it stores bytes
-            of; the first rank with the same structure lists the rest.
+        lists_all: Whether it lists all that it describes. If not, it lists only objects whose bytes
+            it stores; the first rank with the same structure lists the rest.
         own_paths: Paths below which each rank has its own objects, and lists all of them.
         masters: The objects of the plan that it may store as derived, as in `SavePlan.masters`.
     """
@@ -118,7 +118,7 @@ class RankShare:
     masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def derived(self, equal: Mapping[int, int]) -> dict[int, int]:
-        """Return the objects that it stores as derived, among those equal to a rounded master."""
+        """Return the objects among `equal` that it stores as derived, with their masters."""
         return {n: m for n, m in equal.items() if m in self.masters.get(n, ())}
 
     def writes(self, chunk: int) -> bool:
@@ -126,7 +126,7 @@ class RankShare:
         return self.chunks is None or chunk in self.chunks
 
     def lists(self, path: ObjectPath) -> bool:
-        """Return whether this rank lists the entry at `path` though it stores no bytes of it."""
+        """Return whether this rank lists the entry at `path` even without storing bytes of it."""
         return self.lists_all or any(path[: len(own)] == own for own in self.own_paths)
 
 
@@ -152,9 +152,8 @@ class ManifestWriter:
             request: The entries and the plan of the save.
             metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
-            earlier_errors: The errors that objects already have because lossy codecs wrote the
-                checkpoint that they come from.
-            earlier_choices: How the codecs of reused frames were chosen.
+            earlier_errors: The errors of objects from lossy codecs of an earlier checkpoint.
+            earlier_choices: The codec choices of reused frames.
             compacts: As in `CommitRecord`.
         """
         self._request = request
@@ -181,9 +180,9 @@ class ManifestWriter:
             uid: The uid of the save.
             results: The stored frames of the chunks of the plan that this rank writes, by number.
             blobs: Name and length of each blob, as sealed; those of other saves are borrowed.
-            derived: Numbers of derived objects of the plan, and of their masters.
-            choices: How codecs were chosen while the save ran, by class of objects.
-            share: What this rank writes and lists.
+            derived: Maps the number of each derived object to its master's.
+            choices: The codecs chosen while the save ran, by class of objects.
+            share: The chunks and entries of this rank.
 
         Raises:
             FormatError: No reader would accept the part.
@@ -294,7 +293,7 @@ class ManifestWriter:
         return index.data, record
 
     def _errors(self, results: Mapping[int, ChunkResult]) -> dict[ObjectPath, WorstErrors]:
-        """Return the errors of each object: new ones added to those that its bytes had before."""
+        """Return each object's errors: those of this save added to earlier ones."""
         by_item: dict[int, list[WorstErrors | None]] = {}
         for number, result in results.items():
             chunk = self._request.plan.chunks[number]
@@ -333,11 +332,11 @@ def stored_chains(
     Args:
         plan: The plan of the save.
         results: The stored frames of chunks, by number.
-        chains: Chains by the numbers of the plan and the results.
+        chains: The chains that the plan and the results number.
 
     Returns:
-        The empty chain, which means raw, and the chains that frames need; and, for each chunk, the
-        number of its chain in this list.
+        A list of the empty chain (raw) and of the chains that frames need; and, for each chunk, the
+        index of its chain in the list.
     """
     table: list[Chain] = [()]
     known: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -356,7 +355,7 @@ def stored_chains(
 
 
 def given_chain(chunk: Chunk, result: ChunkResult) -> int:
-    """Return the number of the chain that got a chunk, though its codecs may have declined it."""
+    """Return the number of the chain that got a chunk. Its codecs may have declined the chunk."""
     return chunk.chain if result.chain is None else result.chain
 
 
@@ -373,10 +372,9 @@ def frames_of(
     Args:
         plan: The plan of the save.
         results: The stored frames of chunks, by number.
-        blobs: Number in the part's table of the blob that holds raw (`"raw"`) and encoded
-            (`"enc"`) frames.
-        chains: For each chunk the number of its chain, from `stored_chains`.
-        place: Returns a frame of another save with its numbers in the part's tables.
+        blobs: Index in the part's table of the blob of raw (`"raw"`) and encoded (`"enc"`) frames.
+        chains: The number of each chunk's chain, from `stored_chains`.
+        place: Renumbers a frame of another save for the part's tables.
     """
     frames = {
         number: Frame(
@@ -417,14 +415,14 @@ def build_sections(
     A slab whose objects fall into two sections is listed as a frame in both.
 
     Args:
-        entries: Objects and nodes in the order of their description; the plan has those objects
-            that are not tied, in the same order.
+        entries: Objects and nodes as described; the plan has the objects that are not tied, in the
+            same order.
         plan: The plan of the save.
         frames: The frame of each chunk of the plan, from `frames_of`.
-        derived: Numbers of derived objects of the plan, and of their masters.
+        derived: Maps the number of each derived object to its master's.
         errors: The errors that lossy codecs caused, by the path of the object.
-        section_objects: Most objects and nodes of a section.
-        share: What this rank writes and lists.
+        section_objects: At most this many objects and nodes per section.
+        share: The chunks and entries of this rank.
 
     Raises:
         SaveError: The plan does not hold every byte of every object once: a bug.
@@ -527,7 +525,7 @@ def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
 def _refs_by_entry(
     entries: Sequence[StateObject | Node], by_item: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Return the places of each entry; nodes and tied or derived objects have none."""
+    """Return each entry's chunk references; nodes and tied or derived objects have none."""
     items = iter(by_item)
     return [
         () if isinstance(entry, Node) or entry.same_as is not None else next(items)
@@ -542,7 +540,7 @@ def _bytes_of(spans: Iterable[ShardSpan], itemsize: int) -> int:
 def _cut_refs(
     refs: Sequence[int], spans: Iterable[ShardSpan], itemsize: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield chunks, offsets and sizes of each rectangle, from the chunks of all of them."""
+    """Yield the chunk references, offsets and sizes of each span, cut from `refs`."""
     pieces = zip(refs[::3], refs[1::3], refs[2::3], strict=True)
     frame = at = left = 0
     for span in spans:
@@ -577,7 +575,7 @@ def _worst_of(errors: Iterable[WorstErrors | None]) -> WorstErrors | None:
 
 
 def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | None:
-    """Return the worst errors of elements that were changed twice."""
+    """Return the worst errors of elements that two saves changed."""
     if before is None or now is None:
         return before or now
     if not now.absolute:  # elements rounded earlier, say; infinity times zero would be NaN

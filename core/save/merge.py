@@ -1,7 +1,7 @@
-"""Reads the parts of all ranks back from the root, and checks that they hold everything once.
+"""Reads the parts of all ranks back from the root, and checks that they hold every byte.
 
-Rank 0 does so before it asks for the commit. This finds a root that the hosts do not share, and
-bytes that no rank has stored.
+Rank 0 does so before it asks for the commit. It finds a root that the hosts do not share, and bytes
+that no rank has stored.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class MergedParts:
     """The merged parts of one save.
 
     Attributes:
-        basis: The digests of the tables of all parts, and how much rank 0 describes.
+        basis: The digests of all tables, and the other inputs of `merge`; equal inputs merge alike.
         blocks: The index over these shards.
         bytes_twice: Bytes of tensors beyond one copy of each.
         judged: The hashes of the objects whose shards were compared with their shape.
-        shapes: Rank 0's description of these objects; see `_shapes_of`.
+        shapes: The shapes of these objects on rank 0; see `_shapes_of`.
     """
 
     basis: tuple[object, ...]
@@ -75,14 +75,14 @@ class MergedParts:
 
 
 class KnownParts:
-    """The index of the newest merged save, for a save whose ranks store the same shards."""
+    """Keeps the newest merged index, for a later save whose ranks store the same shards."""
 
     def __init__(self) -> None:
         self.newest: MergedParts | None = None
 
 
 class PartsOfRanks:
-    """The parts of a save whose ranks have all sealed; only on rank 0."""
+    """Reads and merges the parts of a save on rank 0, after all ranks sealed."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PartsOfRanks:
             world_size: Number of ranks.
             references: The uids of the other saves whose data the intent protects.
             tick: Called after each read.
-            known: The parts merged before; gets those merged now.
+            known: Has the parts merged last, and gets the new ones.
         """
         self._known = known or KnownParts()
         self._backend = backend
@@ -176,19 +176,19 @@ class PartsOfRanks:
     ) -> MergedParts:
         """Return the index over all parts, whose shards hold every byte and do not overlap.
 
-        The index omits values that mean that a rank has nothing where others have a container.
+        The index omits the values of ranks that have nothing where others have a container.
 
         Args:
             own: The shards in the part of rank 0; `read` has those of the others.
-            entries: What rank 0 describes. The shapes of other objects are read from the parts.
+            entries: The entries of rank 0. The shapes of other objects are read from the parts.
             derived: The objects that rank 0 stores as derived. Other ranks' are read from parts.
             structures: Digests of the structures of all ranks, in order. Ranks with equal digests
-                describe the same, and the first of them lists all of it.
-            nothing: The shown paths of values that mean that a rank has nothing there.
+                describe the same entries, and the first such rank lists all.
+            nothing: The shown paths of values that mean "nothing here" on a rank.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap, or what ranks have at one
-                path does not fit together; names the object.
+            SaveError: Bytes of an object are missing, or shards overlap, or entries of ranks at one
+                path do not fit together; names the object.
         """
         known = self._known.newest
         heads = sorted(self._heads.items())
@@ -227,12 +227,12 @@ class PartsOfRanks:
         Args:
             table: The shards of all parts.
             ranks: The rank of each part.
-            entries: What rank 0 describes. The shapes of other objects are read from the parts.
+            entries: The entries of rank 0. The shapes of other objects are read from the parts.
             derived: The objects that rank 0 stores as derived. Other ranks' are read from parts.
 
         Returns:
-            The hashes of the objects whose shape mattered; and the bytes of tensors that are stored
-            beyond one copy of each, since several parts may have equal regions.
+            The hashes of the objects whose shape was checked; and the bytes of tensors stored
+            beyond one copy, since several parts may have equal regions.
 
         Raises:
             SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
@@ -294,7 +294,7 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         derived: Collection[ObjectPath],
     ) -> None:
-        """Check that ranks that list one object agree about it, as every reader does."""
+        """Check that all ranks that list an object agree about it. Readers check the same."""
         unlike = table.traits[1:] != table.traits[:-1]
         unlike &= table.hashes[1:] == table.hashes[:-1]
         if not unlike.any():
@@ -384,7 +384,7 @@ class PartsOfRanks:
     def _ranges(
         self, places: Mapping[int, tuple[int, int]], entries: Mapping[int, PartEntry]
     ) -> dict[int, bytes]:
-        """Return a range of the part of each rank."""
+        """Read one byte range of each rank's part."""
         buffers = {rank: bytearray(length) for rank, (_, length) in places.items()}
         ranks = list(places)
         for at in range(0, len(ranks), _BATCH):
@@ -460,7 +460,7 @@ def _outline(head: PartHead, data: bytes) -> tuple[dict[ObjectPath, Kind], list[
 def _shapes_of(
     hashes: Sequence[int], entries: Sequence[StateObject | Node]
 ) -> list[tuple[tuple[int, ...], bool] | None]:
-    """Return the shapes that rank 0 describes, and whether bytes are stored; None: unknown."""
+    """Return the shapes on rank 0, and whether bytes are stored; None for unknown objects."""
     if not hashes:
         return []
     known = {path_hash(e.path): _shape_of(e) for e in entries if isinstance(e, StateObject)}
@@ -476,7 +476,7 @@ def _shape_of(entry: StateObject | ObjectRecord) -> tuple[tuple[int, ...], bool]
 
 
 def _doubtful(table: ShardTable) -> NDArray[np.intp]:
-    """Return the rows of objects that are not simply stored whole by one rank."""
+    """Return the rows of objects that are not stored whole by one rank."""
     hashes = table.hashes
     first = np.ones(len(table), bool)
     first[1:] = hashes[1:] != hashes[:-1]
@@ -489,11 +489,11 @@ def _doubtful(table: ShardTable) -> NDArray[np.intp]:
 def _cover(
     shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.int64]
 ) -> tuple[str | None, int]:
-    """Return how shards fail to hold a tensor, if they do, and the elements in all of them.
+    """Return how shards fail to cover a tensor, or None, and the number of their elements.
 
     Args:
         shape: Shape of the tensor.
-        dims: Dimensions of the region of each shard, or a marker in their place.
+        dims: Number of dimensions of each shard's region, or a marker.
         bounds: Offset and size in each dimension of each region, in sequence.
     """
     held = dims[dims != NO_BYTES]
@@ -510,9 +510,9 @@ def _cover(
 
 
 def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
-    """Return whether regions are runs of whole rows that follow each other, first to last.
+    """Return whether the regions are consecutive runs of whole rows that cover the tensor.
 
-    Most tensors are cut this way. Checking regions one by one takes seconds for each million.
+    Most tensors are cut this way. Checking a million regions one by one takes seconds.
     """
     if not shape:
         return False
@@ -527,7 +527,7 @@ def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
 
 
 def _in_words(entry: StateObject | ObjectRecord) -> str:
-    """Return what an object is: "a float32 tensor of shape [4, 3]"."""
+    """Return the kind of an object in words: "a float32 tensor of shape [4, 3]"."""
     if entry.kind is Kind.VALUE:
         return "a value"
     tied = "" if entry.same_as is None else f" tied to {show_path(entry.same_as)}"

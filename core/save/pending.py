@@ -1,4 +1,4 @@
-"""Keeps the save that may be under way, and the errors of saves that the user has not seen.
+"""Tracks the save under way, and the errors of saves that the user has not seen.
 
 Tested in `tests/integration/torn_snapshot/test_signals.py`.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Pending:
-    """Lets one save at a time run; used by the thread that trains."""
+    """Lets one save run at a time. Only the training thread uses it."""
 
     def __init__(self, tiers: Drains | None = None) -> None:
         self._tiers = tiers
@@ -41,7 +41,7 @@ class Pending:
         _every.add(self)
 
     def may_prepare(self, on_busy: str) -> bool:
-        """Return whether a save can be prepared here; False: skip it.
+        """Return whether a save can be prepared here; if not, it is skipped.
 
         Raises:
             BusyError: The caller is a signal handler that interrupted a save, and `on_busy` is not
@@ -54,7 +54,7 @@ class Pending:
         return True
 
     def take_turn(self, on_busy: str) -> bool:
-        """Wait for the save under way; False: skip the next save.
+        """Wait for the save under way; return False to skip the next save.
 
         Raises:
             BusyError: A save is under way, and `on_busy` is `raise`.
@@ -82,10 +82,9 @@ class Pending:
     def prepare(self, action: Callable[[], T]) -> T:
         """Run `action`, which prepares a save and calls `prepared` when the save has begun.
 
-        Until then a signal handler that interrupts `action` can neither save nor wait: its save
-        would be newer than the one being prepared, which would then be refused. If the BusyError
-        of that refusal leaves the handler, it ends `action`, which therefore runs again: the save
-        is not lost.
+        Until then, a signal handler that interrupts `action` can neither save nor wait. Its save
+        would be newer than the interrupted one, which would then be refused. If the handler lets
+        its BusyError escape, `action` ends and runs again, so the save is not lost.
         """
         before = self.job
         try:
@@ -103,7 +102,7 @@ class Pending:
             self.prepared()
 
     def prepared(self) -> None:
-        """Let signal handlers save again: the save has begun, or there will be none."""
+        """Let signal handlers save again: the save has begun, or will not begin."""
         self._preparing = self._refused = None  # the error would keep its frames' objects alive
 
     def outlast(self, wait: Callable[[], None]) -> None:
@@ -123,7 +122,7 @@ class Pending:
         """Wait until deferred memory may change.
 
         Raises:
-            FenceTimeoutError: It may not after `timeout` seconds; the save continues.
+            FenceTimeoutError: The capture needs more than `timeout` seconds; the save continues.
             SaveError: The caller is a callback that the save waits for.
         """
         self.check_may_wait()
@@ -149,7 +148,7 @@ class Pending:
                 raise TimeoutError(msg)
 
     def check_may_wait(self) -> None:
-        """Refuse to wait where the wait would never end.
+        """Raise if a wait here would never end.
 
         Raises:
             BusyError: The caller is a signal handler that interrupted a save, which cannot
@@ -183,8 +182,13 @@ class Pending:
         """Whether the memory of the newest save is free again."""
         return self.job is None or self.job.released.is_open
 
+    def is_over(self) -> bool:
+        """Return whether no save is under way, so that another one need not wait."""
+        job = self.job
+        return job is None or job.released.is_open or job.handle.failed
+
     def unseen_error(self) -> BaseException | None:
-        """Return, once, the error of an ended background save if the user has not seen it."""
+        """Return the error of an ended background save once, if the user has not seen it."""
         handle, self._unseen = self._unseen, None
         # A copy to a slower tier that fails after the commit is not a failure of the save: the log,
         # the future `durable` and `penstock ls` report it.

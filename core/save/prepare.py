@@ -1,9 +1,9 @@
 """Prepares a save: claims its generation, plans its chunks, reserves its staging memory.
 
-It also finds state that belongs to objects of the tree, but that nothing in the tree holds.
+Also finds state that objects of the tree need but that the tree does not contain.
 
-All this happens before the save has threads, and stores nothing. Only touching memory may happen
-in the background.
+Runs before the save has threads, and stores nothing. Only touching memory may happen in the
+background.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def claim_generation(
 
     Args:
         step: The step to save.
-        entries: The names of commit records by step, ascending. An overwrite needs all of them: if
-            one is missing, the new generation may be lower and count as the older one.
+        entries: The names of commit records by step, ascending. An overwrite needs all names: if
+            one is missing, the new generation may be lower and count as older.
         url: The name of the run in messages.
         overwrite: Whether the save may replace a committed step.
         may_be_deleted: Returns whether a deletion that timed out may still delete the record of
-            this name; its generation is skipped, or the deletion would hit the new record.
+            this name. Its generation is skipped, since the deletion could hit the new record.
 
     Raises:
         StepExistsError: This step or a later one is committed, and `overwrite` is off.
@@ -199,7 +199,7 @@ def _rounded(objects: Sequence[PlannedObject], table: ChainTable) -> str:
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
-    """Return whether all ranks of one structure hold equal, whole copies of an object."""
+    """Return whether all ranks with one structure hold equal, whole copies of an object."""
     return entry.replica is None and not is_below(entry.path, own_paths)
 
 
@@ -294,7 +294,7 @@ def staging_for(
 
 
 class KeptStaging:
-    """The staging memory that the saves of a checkpointer use one after the other.
+    """Keeps the staging memory that the saves of a checkpointer use in turn.
 
     Args:
         config: Has its budget.
@@ -346,7 +346,7 @@ class KeptStaging:
                     self._get(need_bytes, copied_from).touch()
 
         # Not in this thread: a signal handler that interrupts it and saves would wait for the lock
-        # for ever.
+        # forever.
         self._workers.spawn("prepare", touch)
 
     def close(self) -> None:
@@ -450,7 +450,7 @@ def _steady(source: ByteSource) -> bool:
 
 
 def _storage(item: Any) -> int | None:
-    """Return the address of a tensor's memory, 0 if it wraps others; None: not a tensor."""
+    """Return the address of a tensor's memory, 0 if it wraps others, None if not a tensor."""
     try:
         return int(item.untyped_storage().data_ptr())
     except AttributeError:

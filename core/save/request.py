@@ -1,4 +1,4 @@
-"""The records that describe one save, and the contracts that it needs from its surroundings.
+"""Defines the records of one save, and the interfaces that it calls.
 
 Tested in `tests/core/save/test_job.py`.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Everything that one save needs to know, fixed before it starts.
+    """The inputs of one save, fixed before it starts.
 
     Attributes:
         step: The step of the checkpoint.
@@ -45,12 +45,12 @@ class SaveRequest:
         providers: Name and version of every provider used.
         objects: Number of objects, tied ones included.
         staging_bytes: The most memory that the capture takes.
-        copied_from: A CUDA device that something is copied from, if there is one.
+        copied_from: A CUDA device that tensors are copied from, if any.
         promised: Whether something is deferred only because the user asked for it.
         share: Whether to reuse chunks whose bytes are stored already.
         block_bytes: The bytes per checksum in raw frames.
         grace_s: The grace time of the intent, in seconds.
-        io_timeout_s: The seconds without progress of the store after which the save is given up.
+        io_timeout_s: Seconds without progress of the store after which the save is given up.
         rank: The number of this rank.
         world_size: Number of ranks.
         own_paths: Paths below which each rank has its own objects.
@@ -83,16 +83,16 @@ class SaveRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SaveTurn:
-    """One save of a process that saves alone, which is a group of one rank.
+    """One save as this rank takes part in it. Here the process saves alone, as the only rank.
 
     Attributes:
-        brought: What the other ranks need to know about the state here.
+        brought: The description of this rank's state for the other ranks.
         skip: The chunks that other ranks write, as far as known before the capture.
         masters: The objects that this rank may store as derived, as in `SavePlan.masters`; None:
             not known before the capture.
-        latest: On rank 0 the latest step when the save was called; None: there was none.
-        known: On rank 0 the index of the newest save.
-        begun: Whether a job continues the save, and reports its end to the other ranks.
+        latest: On rank 0, the latest step when the save was called; None: there was none.
+        known: On rank 0, the index of the newest save.
+        begun: Whether a job runs the save, and reports its end to the other ranks.
     """
 
     brought: Brought = field(default_factory=Brought)
@@ -104,7 +104,7 @@ class SaveTurn:
 
     @property
     def place(self) -> RankPlace | None:
-        """The place of this rank among those that save together; None: it is alone."""
+        """The place of this rank among those that save together; None if it saves alone."""
         return None
 
     @property
@@ -118,12 +118,12 @@ class SaveTurn:
         return False
 
     def agreement(self, commit: Commit, **options: Any) -> AgreementOfOne | SaveAgreement:
-        """Return this rank's side of the save; the options are those of `SaveAgreement`."""
+        """Return this rank's agreement for the save. Options are as for `SaveAgreement`."""
         del options
         return AgreementOfOne(commit)
 
     def bring(self, request: SaveRequest) -> None:
-        """Note what the other ranks need to know about the planned save."""
+        """Describe the planned save for the other ranks."""
 
     def give_up(self, cause: str) -> None:
         """Report that this rank cannot take part: something failed before the save began."""
@@ -134,11 +134,11 @@ class SaveTurn:
 
 @dataclass(slots=True, kw_only=True)
 class RankTurn(SaveTurn):
-    """One save of several ranks.
+    """One save of several ranks, as this rank takes part in it.
 
     Attributes:
         group: The ranks.
-        number: The number of the round, the same on all of them.
+        number: The number of the round, equal on all ranks.
     """
 
     group: RankGroup
@@ -168,7 +168,7 @@ class RankTurn(SaveTurn):
         return SaveAgreement(self.group, self.number, commit=commit, **options)
 
     def bring(self, request: SaveRequest) -> None:
-        """See `SaveTurn`; also note what this rank writes if its places are known."""
+        """See `SaveTurn`; also note this rank's chunks if its places are known."""
         plan, group = request.plan, self.group
         self.brought = Brought.of(
             request.entries, request.own_paths, request.shared, masters_of(plan)
@@ -192,10 +192,9 @@ class RankTurn(SaveTurn):
 
 
 class SaveSurroundings:
-    """The parts of the run that the save thread calls; these methods change nothing.
+    """Hooks that the save thread calls; these methods change nothing.
 
-    The methods may call the user's `on_event`, so the save marks its thread as running callbacks
-    meanwhile.
+    A hook may call the user's `on_event`, so the save marks its thread as running callbacks.
     """
 
     def before_write(self, request: SaveRequest, url: str) -> None:
@@ -204,7 +203,7 @@ class SaveSurroundings:
     def when_full(
         self, request: SaveRequest, uid: str, error: StorageFullError
     ) -> StorageFullError:
-        """Make room after the save met a full store; return the error to raise, with advice."""
+        """Make room after the store was full; return the error to raise, with advice."""
         del request, uid
         return error
 
@@ -214,15 +213,19 @@ class SaveSurroundings:
     def before_commit(self, request: SaveRequest, uid: str) -> None:
         """Raise if the save must not commit; called right before its commit record."""
 
+    def reported(self, report: SaveReport) -> SaveReport:
+        """Return the report of a committed save with facts about the run."""
+        return report
+
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up after a committed save; called again once it is durable in slower tiers."""
 
 
 class Onward(Protocol):
-    """The way of a checkpoint from its commit until it is durable, through slower tiers."""
+    """Takes a committed checkpoint through slower tiers until it is durable."""
 
     def prepare(self, record: CommitRecord) -> None:
-        """Store that the checkpoint must be copied; called before the commit, by rank 0."""
+        """Record that the checkpoint must be copied; rank 0 calls this before the commit."""
         ...
 
     def begin(self) -> None:
@@ -242,17 +245,17 @@ class Onward(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise a NotDrainedError if the copy keeps failing, so that a wait might never end."""
+        """Raise a NotDrainedError if the copy keeps failing and a wait might never end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The backend that a save writes to, and the way from there to slower tiers, if any.
+    """The backend that a save writes to, and the slower tiers after it, if any.
 
     Attributes:
         backend: The backend.
-        onward: The way to slower tiers.
+        onward: Copies to slower tiers.
         choice: With several ranks, chooses the tier that replaces `backend` before any write.
     """
 

@@ -63,7 +63,7 @@ class ChainTable:
         self._unchecked = list(config.rules)
 
     def number(self, entry: StateObject, *, exact: bool) -> int:
-        """Return the chain of an object; with `exact`, without its lossy codecs."""
+        """Return the number of an object's chain; `exact` leaves out its lossy codecs."""
         for index, (selection, rule) in enumerate(self._rules):
             if selection.selects(entry.path):
                 if rule.codecs == AUTO:
@@ -168,10 +168,10 @@ def without_foreign_rounding(
     """Keep a lossy rule for one name of a tied object from rounding it under its other names.
 
     Returns:
-        The entries, where a name without a lossy chain owns the object in place of an owner with
-        one; and the owners that must not use their lossy codecs, since other names have different
-        ones. Ranks that tie the same memory differently contradict the new owner, and the save
-        fails: they would have rounded their part of the object.
+        The entries, in which a name with a lossless chain replaces an owner with a lossy one; and
+        the owners that must not use their lossy codecs, because other names have other lossy ones.
+        If ranks tie the same memory differently, they contradict the new owner and the save fails:
+        they would have rounded their part of the object.
     """
     tied: dict[ObjectPath, list[StateObject]] = {}
     for entry in entries if table.chooses else ():
@@ -224,7 +224,7 @@ def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
 def _warn_of_useless_deltas(
     config: CheckpointerConfig, chains: Sequence[CodecChain | None]
 ) -> None:
-    """Warn about options for chains of deltas that no rule makes.
+    """Warn about options for delta chains if no rule makes one.
 
     This is not an error: jobs may share a file, its rules may be off for a while, and reading a run
     needs neither.

@@ -43,7 +43,8 @@ class _SampleLines:
         width: Bytes of each line: 64, or less where an object is smaller.
         piece: Number of the piece that a line belongs to.
         offset: Bytes from the start of the object to the start of the line.
-        at: Bytes from the start of the chunk; negative: the chunk does not hold the line as such.
+        at: Bytes from the start of the chunk; negative if the chunk has the elements in another
+            order.
         chunk: Number of the chunk; ascending.
         values: The bytes of the line when `save` returned.
     """
@@ -57,7 +58,7 @@ class _SampleLines:
 
 
 class MemorySamples:
-    """Cache lines of every sampled object in host memory, copied when this is created."""
+    """Cache lines of every sampled object in host memory, copied at creation."""
 
     def __init__(
         self, chunks: Sequence[Chunk], numbers: Sequence[int], objects: Sequence[PlannedObject]
@@ -233,7 +234,7 @@ class TornCheck:
     Compares versions and, for deferred objects, also samples of their memory.
 
     Attributes:
-        passed: Whether the fence was passed: after it deferred memory may change.
+        passed: Whether the fence was passed, after which deferred memory may change.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class TornCheck:
                 self.check(deferred=True, known=changed)
 
     def deferred_sources(self) -> list[ByteSource]:
-        """Return the sources of all deferred objects; none once the save is over."""
+        """Return the sources of all deferred objects; none after the save."""
         chunks, objects = self._chunks, self.objects
         if not objects:
             return []
@@ -327,7 +328,7 @@ class TornCheck:
         return [objects[item].entry.source for item in items]
 
     def forget(self) -> None:
-        """Drop all references to the state once the save is over."""
+        """Drop all references to the state after the save."""
         self.passed = True
         self.objects = self._chunks = ()
         self._samples = None

@@ -90,7 +90,7 @@ class _SaveCall:
 class Saver(SaveSurroundings):
     """Saves to one run, one save at a time.
 
-    The thread that trains uses it. A save thread calls the methods of `SaveSurroundings`.
+    The training thread uses it. A save thread calls the methods of `SaveSurroundings`.
     """
 
     def __init__(  # noqa: PLR0913 - parts, each by name
@@ -105,6 +105,7 @@ class Saver(SaveSurroundings):
         tiers: Drains | None,
         earlier: EarlierReader,
         ranks: RanksOfJob,
+        on_report: Callable[[SaveReport], SaveReport] = lambda report: report,
     ) -> None:
         """Make the saver of a run.
 
@@ -119,6 +120,7 @@ class Saver(SaveSurroundings):
             tiers: The tiers of the backend, if any.
             earlier: Reads the checkpoints that saves refer to.
             ranks: Finds the ranks that save together.
+            on_report: Adds facts about the run to the report of a committed save.
         """
         self.pending = Pending(tiers)
         self.memory = KeptStaging(config, workers, self.pending)
@@ -134,6 +136,7 @@ class Saver(SaveSurroundings):
         self._tiers = tiers
         self._earlier = earlier
         self._ranks = ranks
+        self._on_report = on_report
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
         self._known = Known()  # replaced whole: a signal handler may describe meanwhile
@@ -233,7 +236,7 @@ class Saver(SaveSurroundings):
             self.memory.touch(nbytes)
 
     def distrust(self) -> None:
-        """Make the next save read all that it refers to, and store damaged chunks again."""
+        """Make the next save read all frames that it refers to, and store damaged chunks again."""
         self._kept = KeptChunks()
 
     def close(self) -> None:
@@ -300,7 +303,7 @@ class Saver(SaveSurroundings):
         return job.handle
 
     def _take_turn(self, turn: SaveTurn) -> bool:
-        """Wait for the save under way; False: skip this save.
+        """Wait for the save under way; return False to skip this save.
 
         With several ranks, only rank 0 decides.
         """
@@ -322,7 +325,7 @@ class Saver(SaveSurroundings):
         return self.pending.take_turn("wait")
 
     def _prepared(self, call: _SaveCall) -> SaveJob | None:
-        """Return the planned save; None: no tier has room for it."""
+        """Return the planned save; None if no tier has room for it."""
         turn = call.turn
         generation = 0
         if not turn.rank:  # rank 0 sends them to the others
@@ -348,7 +351,7 @@ class Saver(SaveSurroundings):
         return job
 
     def _destination(self, request: SaveRequest, turn: SaveTurn) -> Destination | None:
-        """Return where the save writes to; None: no tier has room for it."""
+        """Return where the save writes to; None if no tier has room for it."""
         if self._tiers is None:
             return Destination(self._backend.inner)
         if isinstance(turn, RankTurn):
@@ -399,7 +402,7 @@ class Saver(SaveSurroundings):
         return watching
 
     def _wait(self, job: SaveJob, wait: Callable[[], None]) -> None:
-        """Wait for `job`; an interrupt of the wait, such as Ctrl-C, gives up the save."""
+        """Wait for `job`; give up the save if the wait is interrupted, for example by Ctrl-C."""
         try:
             self.pending.outlast(wait)
         except BaseException as error:
@@ -513,6 +516,10 @@ class Saver(SaveSurroundings):
         if others and (note := self._ranks.alone_among_several()):
             error.add_note(note)
 
+    def reported(self, report: SaveReport) -> SaveReport:
+        """See `SaveSurroundings`."""
+        return self._on_report(report)
+
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """See `SaveSurroundings`."""
         self._committed = report.step
@@ -552,15 +559,15 @@ class Saver(SaveSurroundings):
             log.warning(message, *values)
 
     def _protected(self) -> set[int]:
-        """Return the steps that retention keeps: the step restored last, and committed last."""
+        """Return the steps that retention keeps: the last restored and the last committed."""
         return {s for s in (self.restored_from, self._committed) if s is not None}
 
     def _protected_from(self, step: int) -> set[int]:
         """Return the steps that retention keeps even if a save of `step` has no room left.
 
         An overwritten step stays until the save has replaced it. A process that resumed from a
-        checkpoint no longer needs it after its first own commit: otherwise a disk with room for
-        few checkpoints would never have room for another one.
+        checkpoint no longer needs it after its own first commit. Otherwise a disk with room for few
+        checkpoints would never have room for another.
         """
         needed = self._protected() if self._committed is None else {self._committed}
         return {step, *needed}

@@ -1,5 +1,5 @@
-"""Backends as the engine uses them: opened by configuration, checked, bounded in time.
+"""Backends as the engine uses them: opened from a configuration, checked, limited in time.
 
-Opens backends and wraps them; backends and tiers themselves are elsewhere. Every higher package may
-import this one.
+Covers opening and wrapping backends, but not the backends or the tiers themselves. Every higher
+package may import this one.
 """

@@ -1,4 +1,4 @@
-"""Failover: reads a record that is damaged in one tier from another, and informs an observer."""
+"""Failover: reads a record that is damaged in one tier from another, and notifies an observer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 
 class ObservedBackend(DelegatingBackend):
-    """Delegates everything, and holds the observer that `from_any_tier` calls at a failover.
+    """Delegates every call, and holds the observer that `from_any_tier` calls at a failover.
 
-    No backend call can report damage: checksums detect it after the call has returned.
+    No backend call can report damage, because checksums detect it after the call has returned.
     """
 
     def __init__(self, inner: Backend, on_failover: Callable[[str, str], None], /) -> None:
-        """Wrap `inner`; closing this closes it.
+        """Wrap `inner`; closing the wrapper closes `inner`.
 
         Args:
             inner: The backend to read from.
             on_failover: Called with the name of the damaged blob or record, and the name of the
-                tier that has it whole.
+                tier with a whole copy.
         """
         super().__init__(inner)
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
@@ -39,16 +39,17 @@ class ObservedBackend(DelegatingBackend):
 
 
 def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> T:
-    """Return the result of `read` for `backend`, or for its first tier that is not damaged.
+    """Return the result of `read` for `backend`, or for its first tier with a whole record.
 
     Args:
         backend: The store.
-        name: The name of the record that is read, for messages.
+        name: The name of the record, for messages.
         read: Reads the record from a store, and verifies it.
 
     Raises:
-        DamagedError: Each tier is damaged too, or fails; the error is the one from `backend`.
-        RestoreError: There was too little memory.
+        DamagedError: The record is damaged in `backend`, and each tier is damaged or fails; the
+            error is the one from `backend`.
+        RestoreError: There was not enough memory.
     """
     with memory_permitting(name):
         try:

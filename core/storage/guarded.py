@@ -53,9 +53,9 @@ _PROPERTIES: frozenset[Operation] = frozenset(["url", "capabilities", "direct_io
 
 
 def guarded(backend: Backend) -> Backend:
-    """Return a backend that raises only errors of our tree; our own backends are returned as is.
+    """Return a backend that raises only errors of our tree; return our own backends as is.
 
-    Ctrl-C and exits, which are not `Exception`s, pass unchanged.
+    Exceptions that are not `Exception`s, such as Ctrl-C and exits, pass unchanged.
     """
     if not is_foreign(backend):
         return backend
@@ -71,21 +71,21 @@ class _GuardedWriter(DelegatingWriter):
 
 
 class GuardedBackend(DelegatingBackend):
-    """Delegates everything, maps foreign errors, and refuses answers of wrong types.
+    """Delegates every call, maps foreign errors, and refuses results of wrong types.
 
-    The errors name the wrapped backend and its distribution, so that its bugs are not reported to
-    us.
+    The errors name the wrapped backend and its distribution, so that users report its bugs to its
+    authors.
     """
 
     writer_class = _GuardedWriter
 
     def __init__(self, inner: Backend, /) -> None:
-        """Wrap `inner`; closing this closes it."""
+        """Wrap `inner`; closing the wrapper closes `inner`."""
         super().__init__(inner)
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
-        """Map the exception of a call, and check the type of its answer."""
+        """Map the exception of a call, and check the type of its result."""
         try:
             found = call()
         except PenstockError:
@@ -98,28 +98,28 @@ class GuardedBackend(DelegatingBackend):
         return found
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """As in the contract; answers and errors are checked."""
+        """Write as the contract requires, with checked results and errors."""
         assert isinstance(writer, _GuardedWriter)
         found = super().submit_write(writer, requests)
         return self._mapped_later("submit_write", (writer.name,), found)
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """As in the contract; answers and errors are checked."""
+        """Read as the contract requires, with checked results and errors."""
         names = tuple(request.name for request in requests)
         return self._mapped_later("submit_read", names, super().submit_read(requests))
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As in the contract; answers and errors are checked."""
+        """List as the contract requires, with checked results and errors."""
         what = f"an item of {_shown('list', (prefix,))}"
         return [self._checked(info, what) for info in super().list(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As in the contract; answers and errors are checked."""
+        """Stat as the contract requires, with checked results and errors."""
         return self._checked(super().stat(name), _shown("stat", (name,)))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers of the wrapped backend, each guarded too."""
+        """The tiers of the wrapped backend, each also guarded."""
         found: tuple[object, ...] = super().tiers
         for tier in found:
             if not isinstance(tier, Tier):
@@ -166,7 +166,7 @@ class GuardedBackend(DelegatingBackend):
     def _mapped_later(
         self, operation: Operation, names: tuple[str, ...], future: Future[None]
     ) -> Future[None]:
-        """Return a future that ends with `future`, and fails only with errors of our tree."""
+        """Return a future that mirrors `future`, and fails only with errors of our tree."""
         outer: Future[None] = Future()
         outer.set_running_or_notify_cancel()  # never cancelled: the store may still use buffers
 
@@ -186,7 +186,7 @@ class GuardedBackend(DelegatingBackend):
 
 
 def _shown(operation: Operation, names: tuple[str, ...]) -> str:
-    """Return the call as source code: `url`, `submit_read()`, `stat('index')`."""
+    """Return a call as source code: `url`, `submit_read()`, `stat('index')`."""
     if operation in _PROPERTIES:
         return operation
     asked = operation in {"create", "read_record", "list", "stat"}

@@ -66,18 +66,19 @@ def open_backend(
     must_exist: bool = False,
     light: bool = False,
 ) -> Backend:
-    """Open the backend that `spec` names; return a `Backend` as is.
+    """Open the backend that `spec` names; return an open `Backend` as is.
 
     A plain path or `file://` uses `uring` if its probe passes, else `posix`, with one warning per
-    reason and process. `fsspec` opens a scheme that it knows if no backend has that name. The
-    options of a URL are in its query.
+    reason and process. If no backend has the name of a scheme, `fsspec` opens the schemes that it
+    knows. A URL has its options in its query.
 
     Args:
-        spec: Path, URL, table with `type`, `BackendConfig`, or an open backend.
-        registry: Finds backends; default: everything installed.
+        spec: A path, a URL, a table with `type`, a `BackendConfig`, or an open backend.
+        registry: Finds backends; default: all installed backends.
         must_exist: Whether to refuse a local folder that does not exist; otherwise the first write
             creates it.
-        light: Whether only small records will be read: a plain path then uses `posix` at once.
+        light: Whether only small records will be read. A plain path then uses `posix` without a
+            probe.
 
     Raises:
         ConfigError: The URL or its options are wrong, or no backend serves its scheme.
@@ -123,7 +124,7 @@ def open_backend(
 
 
 def portable(spec: BackendSpec) -> str | dict[str, Any] | None:
-    """Return a spec from which another process can open the same backend; None if there is none."""
+    """Return a spec that opens the same backend in another process; None if there is none."""
     if isinstance(spec, Backend):
         return None
     if isinstance(spec, BackendConfig):
@@ -223,7 +224,7 @@ def _opened(
 
 
 def _placed(spec: BackendSpec, config: PluginConfig, origin: Origin | None) -> BackendSpec:
-    """Return a backend spec found in another backend's options, with its place in the file."""
+    """Return a backend spec from another backend's options, with its place in the file."""
     if origin is None or not origin.what or not isinstance(spec, Mapping):
         return spec
     chosen = validated(BackendConfig, spec, what=f"{origin.what}: backend in {origin.place}")
@@ -238,7 +239,6 @@ def _is_known_to_fsspec(scheme: str) -> bool:
 
 @installed_only()
 def _fsspec_schemes() -> set[str]:
-    """Return the schemes that fsspec knows; empty without fsspec."""
     try:
         from fsspec.registry import known_implementations, registry  # noqa: PLC0415 - 80 ms
     except ImportError:
@@ -247,7 +247,7 @@ def _fsspec_schemes() -> set[str]:
 
 
 def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
-    """Refuse `s3:/bucket/run`, pathlib's form of `s3://bucket/run`: it would be a local folder.
+    """Refuse `s3:/bucket/run`, pathlib's form of `s3://bucket/run`, which is a local folder.
 
     Raises:
         ConfigError: The path begins with the scheme of a known backend and one slash.
@@ -265,7 +265,7 @@ def _refuse_lost_slash(url: str, names: Collection[str]) -> None:
 
 
 def _refuse_odd_scheme(url: str) -> None:
-    """Refuse `my_store://host/run`, which would be a local folder `my_store:`.
+    """Refuse `my_store://host/run`, which would open a local folder `my_store:`.
 
     Raises:
         ConfigError: The text before `://` is not a scheme.

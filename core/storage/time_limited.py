@@ -36,12 +36,12 @@ _WRITES: frozenset[Operation] = frozenset(["write", "seal", "sync"])
 
 
 class TimeLimitedBackend(DelegatingBackend):
-    """Delegates everything; gives up a call that blocks its caller after `limit_s`.
+    """Delegates every call; gives up a call that blocks its caller for longer than `limit_s`.
 
-    Such a call runs on its own thread, which is left behind with everything that it uses if the
-    store never answers. Without `limit_writes`, blob writes have no limit here, and background
-    reads never have one: saves and restores watch their progress themselves. `sweep` may walk a
-    whole store, and has no limit either, but Ctrl-C ends the wait.
+    Such a call runs on its own thread. If the store never answers, the thread and everything that
+    it uses are abandoned. Without `limit_writes`, blob writes have no limit, and background reads
+    never have one, because saves and restores watch their own progress. `sweep` may walk a whole
+    store and has no limit either, but Ctrl-C ends the wait.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TimeLimitedBackend(DelegatingBackend):
         limit_writes: bool = False,
         unanswered: dict[object, Sequence[str]] | None = None,
     ) -> None:
-        """Wrap `inner`, which the caller closes; tiers share `unanswered`, the deletions."""
+        """Wrap `inner`, which the caller closes; tiers share `unanswered`, the open deletions."""
         super().__init__(inner)
         self._unlimited = _UNLIMITED - _WRITES if limit_writes else _UNLIMITED
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
@@ -63,7 +63,7 @@ class TimeLimitedBackend(DelegatingBackend):
         self._unanswered: dict[object, Sequence[str]] = {} if unanswered is None else unanswered
 
     def may_be_deleted(self, name: str) -> bool:
-        """Return whether a deletion in flight, or a given-up one, may delete this name."""
+        """Return whether a deletion in flight, or one given up, may delete this name."""
         return any(name in names for names in list(self._unanswered.values()))
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:
@@ -71,7 +71,7 @@ class TimeLimitedBackend(DelegatingBackend):
 
         Raises:
             StorageTimeoutError: The store did not answer for `limit_s`. It may still execute the
-                call; the buffers of a `read` still belong to it.
+                call and write to the buffers of a `read`.
         """
         if operation in self._unlimited:
             return call()
@@ -93,7 +93,7 @@ class TimeLimitedBackend(DelegatingBackend):
         return call_with_deadline(name, call, deadline, late, timing=timing)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As in the contract; after a timeout any of the names may still be deleted."""
+        """Delete as the contract requires; a name may still be deleted after a timeout."""
         for at in range(0, len(names), _DELETED_AT_ONCE):
             some = names[at : at + _DELETED_AT_ONCE]
             key = object()
@@ -118,10 +118,10 @@ class TimeLimitedBackend(DelegatingBackend):
         return tuple(replace(tier, backend=limited(tier.backend)) for tier in super().tiers)
 
     def close(self) -> None:
-        """Do nothing: the caller closes the wrapped backend, by `close_inner`."""
+        """Do nothing: the caller closes the wrapped backend with `close_inner`."""
 
     def close_inner(self) -> None:
-        """Close the wrapped backend; leave it open if a given-up call hangs in it."""
+        """Close the wrapped backend; leave it open if a call that was given up hangs in it."""
         try:
             super().close()
         except StorageTimeoutError as error:

@@ -1,6 +1,6 @@
-"""Several places for one run: drains, eviction, outages, repairs.
+"""The tiers of one run: drains, eviction, outages, repairs.
 
-Here: moving a committed checkpoint from a fast place to a durable place. Not here: a single copy
-(`copy`), or reads from the first place that has a blob (`penstock.backends.tiered`). Only the
-facade and the commands import it.
+Covers moving a committed checkpoint from a fast tier to a durable tier. A single copy is in `copy`;
+reads from the first tier that has a blob are in `penstock.backends.tiered`. Only the facade and the
+commands import this package.
 """

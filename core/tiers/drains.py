@@ -1,7 +1,8 @@
 """Copies checkpoints from tier to tier in the background.
 
-Training never waits for these copies, and never fails because of them. The tier to copy from has a
-mark for each pending copy (see `whereabouts`), so the next process continues after a crash.
+Training never waits for these copies and never fails because of them. Each pending copy has a mark
+in the tier to copy from (see `whereabouts`), so after a crash the next process continues the
+copies.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _LEFT = (
 
 
 class Drains:
-    """All links between neighbouring tiers of one run. Thread-safe."""
+    """All links between neighboring tiers of one run. Thread-safe."""
 
     def __init__(
         self,
@@ -73,16 +74,16 @@ class Drains:
         backend: str | dict[str, Any] | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Prepare the links; no copy begins yet.
+        """Prepare the links; starts no copy.
 
         Args:
             tiers: The tiers, the fastest first.
             workers: Threads for checksums and for background tasks.
             grace_s: The grace time of `prune`.
             stuck_s: The longest wait for a store without progress.
-            backend: The configuration from which another process can open the same tiers; None if
-                threads of this process have to copy.
-            leads: Returns whether this process copies, evicts and repairs: of several ranks, only
+            backend: The configuration that lets another process open the same tiers; None if
+                threads of this process must copy.
+            leads: Returns whether this process copies, evicts and repairs. With several ranks, only
                 rank 0 does.
         """
         self._leads = leads
@@ -96,7 +97,7 @@ class Drains:
         self._sent_again = 0
         self._lock = threading.Lock()  # guards the five above
         self._resumed = False
-        self._out_of_turn: set[str] = set()  # uids to copy whatever `drain_every` says
+        self._out_of_turn: set[str] = set()  # uids to copy regardless of `drain_every`
         self._outages = Outages(tiers, workers, min(stuck_s, self._timing.tier_answer_s))
         self.roots = TierRoots(tiers, self._outages)
         self.eviction = Eviction(tiers, on_damage=self._replace_damaged)
@@ -135,10 +136,10 @@ class Drains:
     # -- a save ----------------------------------------------------------------------------------
 
     def entries(self, *, strict: bool) -> dict[int, list[str]]:
-        """Return the names of commit records by step, as `Outages.entries`.
+        """Return the names of commit records by step, as `Outages.entries` does.
 
         Raises:
-            StorageError: No tier answers, or (`strict`) one does not.
+            StorageError: No tier answers; with `strict`, any tier does not answer.
         """
         return self._outages.entries(strict=strict)
 
@@ -159,10 +160,10 @@ class Drains:
         return Destination(self._tiers[number].backend, DrainOfSave(self, replaces, number))
 
     def destination_of_ranks(self, request: SaveRequest, turn: RankTurn) -> Destination:
-        """Return the destination of a save of several ranks; rank 0 chooses its tier later.
+        """Return the destination of a save by several ranks; rank 0 chooses its tier later.
 
         Raises:
-            StorageError: A tier does not answer, and the step is to be overwritten; on rank 0.
+            StorageError: Only on rank 0: a tier does not answer, and the step is to be overwritten.
         """
         first = self._tiers[0].backend
         if turn.rank:
@@ -176,7 +177,7 @@ class Drains:
     def prepare(
         self, number: int, uid: str, step: int, replaces: Collection[str] | None = None
     ) -> bool:
-        """Mark a checkpoint before its commit in a tier, if it is to be copied from there.
+        """Mark a checkpoint before its commit in a tier, if it must be copied from there.
 
         Args:
             number: The number of the tier.
@@ -204,7 +205,7 @@ class Drains:
         return every > 0 and count % every == 0
 
     def _uids_at(self, step: int) -> frozenset[str]:
-        """Return the uids of the checkpoints that any tier has at a step.
+        """Return the uids of all tiers' checkpoints at a step.
 
         Raises:
             StorageError: A tier does not answer.
@@ -222,7 +223,7 @@ class Drains:
         Args:
             number: The number of the tier.
             record: The commit record.
-            on_end: Called once, when its copies up to the durable tier have ended.
+            on_end: Called once, when the copies up to the durable tier have ended.
             marked: The result of `prepare`.
         """
         waits = marked and number < self.durable
@@ -238,7 +239,7 @@ class Drains:
             self._links[number].add(record)
 
     def having(self, record: CommitRecord) -> tuple[str, ...]:
-        """Return the names of the tiers that answer and have a checkpoint."""
+        """Return the names of the tiers that answer and hold the checkpoint."""
         names = []
         for number, tier in enumerate(self._tiers):
             with suppress(Exception):  # of any kind: the save itself has succeeded
@@ -249,7 +250,7 @@ class Drains:
     # -- what earlier processes left -------------------------------------------------------------
 
     def resume_once(self) -> None:
-        """Begin to `resume`, in the background, unless this process has begun before.
+        """Start `resume` in the background, once per process.
 
         Raises:
             ConfigError: The tiers are not those of one run in this order.
@@ -267,7 +268,7 @@ class Drains:
         self.resume()
 
     def resume(self) -> int:
-        """Queue the copies that earlier processes left; return how many."""
+        """Queue the copies that earlier processes left; return their number."""
         count = 0
         for number, link in enumerate(self._links):
             try:
@@ -289,17 +290,17 @@ class Drains:
     # -- deletion --------------------------------------------------------------------------------
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Cancel the copies of these checkpoints, before they are deleted.
+        """Cancel the copies of these checkpoints before the checkpoints are deleted.
 
-        On return none of them is being copied: a copy could publish its commit record after the
-        deletion of its data.
+        No copy of them is in flight on return. A copy could otherwise publish its commit record
+        after the deletion of its data.
         """
         self.repairs.withdraw(uids)
         for link in self._links:
             link.withdraw(uids)
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """Copy withdrawn checkpoints if they are still marked: deleting them failed."""
+        """Accept withdrawn checkpoints after a failed deletion, and copy those still marked."""
         self.repairs.reinstate(uids)
         for link in self._links:
             link.reinstate(uids)
@@ -309,7 +310,7 @@ class Drains:
     # -- called by links -------------------------------------------------------------------------
 
     def arrived(self, number: int, record: CommitRecord) -> None:
-        """Queue the next copy of a checkpoint that a link has copied to tier `number`, if any."""
+        """Queue the next copy, if any, of a checkpoint that a link has copied to tier `number`."""
         self._outages.end(number)
         marked = number < len(self._links) and is_marked(self._tiers[number].backend, record.uid)
         if marked:
@@ -318,11 +319,11 @@ class Drains:
             self.end(record, None)
 
     def send_again(self, number: int, record: CommitRecord) -> bool:
-        """Queue another copy to tier `number`, which lost a checkpoint before copying it further.
+        """Queue another copy to tier `number`, which lost a checkpoint before passing it on.
 
         Returns:
-            Whether a faster tier has the checkpoint and copies it; else it is gone, or about to be
-            deleted.
+            Whether a faster tier has the checkpoint and copies it. If not, the checkpoint is gone
+            or about to be deleted.
 
         Raises:
             StorageError: A tier failed.
@@ -340,7 +341,7 @@ class Drains:
         return False
 
     def end(self, record: CommitRecord, error: BaseException | None) -> None:
-        """Call the `on_end` of a checkpoint, if there is one and it was not called yet."""
+        """Call the `on_end` of a checkpoint, unless there is none or it was already called."""
         self._out_of_turn.discard(record.uid)
         with self._lock:
             on_end = self._callbacks.pop(record.uid, None)
@@ -353,8 +354,9 @@ class Drains:
     def end_gone(self, number: int, record: CommitRecord) -> None:
         """End a checkpoint that is gone before its copy to tier `number`.
 
-        Its compaction in a durable tier has all of its objects. The compaction deletes the older
-        generation in faster tiers, where that generation may be waiting to be copied.
+        Ends it without an error if a durable tier has a compaction of it, which holds all of its
+        objects. The compaction deletes the older generation in faster tiers, even where that
+        generation waits to be copied.
         """
         newer: list[CommitRecord] = []
         for at, tier in enumerate(self._tiers):
@@ -371,7 +373,7 @@ class Drains:
         self.end(record, CheckpointGoneError(msg))
 
     def _replace_damaged(self, record: CommitRecord, good: int, bad: int) -> None:
-        """Replace a damaged copy; if that is interrupted, the link copies it, as it is marked."""
+        """Replace a damaged copy; after a failure the link copies a checkpoint that is marked."""
 
         def failed() -> None:
             with suppress(StorageError):  # then the next process finds the mark
@@ -383,13 +385,13 @@ class Drains:
     # -- state and end ---------------------------------------------------------------------------
 
     def is_silent(self) -> bool:
-        """Return whether the calls of a tier are paused, since it did not answer."""
+        """Return whether any tier's calls are paused because it did not answer."""
         return self._outages.is_any_paused()
 
     def failing(self) -> str:
-        """Return why callers should not wait for the copies; empty if they may.
+        """Return why callers should not wait for the copies; empty if they may wait.
 
-        That is so once a tier has failed for long, or a store is stuck.
+        A reason exists once a tier has failed for long or a store is stuck.
         """
         if not any(link.is_failing() for link in self._links):
             return ""
@@ -397,27 +399,27 @@ class Drains:
         return f"{_LEFT}: {why}"
 
     def is_stuck(self) -> bool:
-        """Return whether a store is stuck; it may still use the memory of its call at any time."""
+        """Return whether a store is stuck. A call in flight may still use its buffers."""
         return self.repairs.is_stuck() or any(link.is_stuck() for link in self._links)
 
     def states(self) -> list[DrainState]:
-        """Return the state of each link, that of the fastest tier first."""
+        """Return the state of each link, from the fastest tier on."""
         return [link.state() for link in self._links]
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until each copy has ended or is failing; return whether that was in time."""
+        """Wait until each copy has ended or is failing; return False after `timeout_s`."""
         deadline = Deadline(timeout_s, self._timing.clock)
         while True:
             before = self._sent_again
             self.repairs.settle(deadline)
-            # In this order, since each link queues its copies at the next one.
+            # In this order, because each link queues its copies at the next link.
             settled = all(link.settle(deadline) for link in self._links)
             self.repairs.settle(deadline)  # trimming may have found a damaged copy
             if before == self._sent_again:
                 return settled and self._join_callbacks(deadline)
 
     def _join_callbacks(self, deadline: Deadline) -> bool:
-        """Wait for callbacks. A callback that calls this does not wait for itself."""
+        """Wait for callbacks; a callback that calls this does not wait for its own end."""
         with self._lock:
             threads = [t for t in self._callback_threads if t is not threading.current_thread()]
         for thread in threads:

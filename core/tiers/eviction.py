@@ -1,8 +1,9 @@
-"""Evicts checkpoints from a tier, once a later tier was found to have their data.
+"""Evicts checkpoints from a tier after verifying that a later tier has their data.
 
-A commit record proves that a checkpoint was whole when it was published. Its blobs may have been
-lost, cut off or damaged since. So before a copy is deleted, the names and lengths of the later copy
-are compared with its manifest, and all of it is read, unless this process has written it.
+A commit record proves that a checkpoint was whole at its publish. Its blobs may have been lost,
+truncated or damaged since then. So before a copy is deleted, eviction compares the names and
+lengths of the later copy with its manifest. It also reads all of the later copy, unless this
+process wrote it.
 
 Tested in `tests/core/tiers/test_drains.py`.
 """
@@ -40,7 +41,7 @@ It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` d
 
 
 class Eviction:
-    """Makes room in tiers: evicts checkpoints that a later tier has a verified copy of."""
+    """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
 
     def __init__(
         self,
@@ -48,12 +49,13 @@ class Eviction:
         *,
         on_damage: Callable[[CommitRecord, int, int], None] = lambda _record, _good, _bad: None,
     ) -> None:
-        """Prepare; no tier is asked yet.
+        """Prepare; contacts no tier.
 
         Args:
             tiers: The tiers, the fastest first.
-            on_damage: Called with a checkpoint, the number of the tier that keeps its copy, and the
-                number of the later tier whose copy is damaged; once per process.
+            on_damage: Called once per process and damaged copy, with the checkpoint, the number of
+                the tier that keeps its copy, and the number of the later tier with the damaged
+                copy.
         """
         self._tiers = tiers
         self._on_damage = on_damage
@@ -62,7 +64,7 @@ class Eviction:
         self._damaged: set[tuple[int, str]] = set()  # copies that were reported
 
     def note_verified(self, number: int, record: CommitRecord) -> None:
-        """Record that this process wrote the copy in tier `number`, and compared checksums."""
+        """Record that this process wrote the copy in tier `number` and compared checksums."""
         self._verified.add((number, record.uid))
         self._damaged.discard((number, record.uid))
 
@@ -94,7 +96,7 @@ class Eviction:
                 return True
 
     def trim(self, number: int, *, verify: Verify) -> None:
-        """Evict checkpoints that a later tier has, except the newest `keep_last` ones here.
+        """Evict checkpoints that a later tier has, except the `keep_last` newest in this tier.
 
         Raises:
             StorageError: A tier does not answer.
@@ -109,8 +111,8 @@ class Eviction:
     def evict(self, number: int, record: CommitRecord, *, unreadable: bool = False) -> None:
         """Delete one tier's copy: its record first, durably, then its data.
 
-        Deletes nothing if the tier's record of that name has another uid, or, with `unreadable`, if
-        that record can be read: then another save has published it meanwhile.
+        Deletes nothing if the tier's record of that name has another uid or, with `unreadable`, is
+        readable: another save has then published the record in the meantime.
         """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
@@ -120,7 +122,7 @@ class Eviction:
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
     def _carry_notes(self, number: int, record: CommitRecord) -> None:
-        """Copy notes to the tiers that keep a copy: a failed annotation may have left them here."""
+        """Copy notes to tiers that keep a copy, in case a failed annotation left them only here."""
         for keeper, tier in enumerate(self._tiers):
             with suppress(StorageError):  # a tier that is away must not block eviction
                 if keeper != number and is_whole(tier.backend, record):
@@ -129,14 +131,14 @@ class Eviction:
     def _evictable(
         self, number: int, here: Sequence[CommitRecord], verify: Verify
     ) -> Iterator[CommitRecord]:
-        """Yield the unmarked checkpoints of `here` that a later tier has whole.
+        """Yield the unmarked checkpoints of `here` that are whole in a later tier.
 
-        Asks later tiers only for these checkpoints: they may hold many more.
+        Asks later tiers only about these checkpoints, because they may hold many more.
         """
         backend = self._tiers[number].backend
         for record in here:
             # The mark is checked after the verification of the later copy, which may take long: a
-            # repair of another tier may set the mark meanwhile, since it needs this copy.
+            # repair of another tier may set the mark in the meantime, to keep this copy.
             if self._is_elsewhere(number, record, verify) and not is_marked(backend, record.uid):
                 yield record
 
@@ -183,7 +185,7 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
 
     Raises:
         FormatError: Data is missing or truncated.
-        CheckpointGoneError: The copy was deleted meanwhile.
+        CheckpointGoneError: The copy was deleted in the meantime.
     """
     if has_all_data(backend, record):
         return

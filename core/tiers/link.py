@@ -1,4 +1,4 @@
-"""One link between two neighboring tiers: copies the marked checkpoints to the slower one.
+"""One link between two neighboring tiers: copies marked checkpoints to the slower tier.
 
 A copy runs in a separate process, or on threads.
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _PERMANENT = (LostRaceError, StepExistsError, DamagedError)
-"""Errors that no later try can fix: the same bytes meet the same target."""
+"""Errors that no retry can fix: the same bytes meet the same target."""
 
 _TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20
@@ -62,14 +62,14 @@ class DrainState:
     """The state of one link.
 
     Attributes:
-        source: Name of the tier to copy from.
-        target: Name of the tier to copy to.
-        step: The step that is being copied; None if none is.
+        source: The name of the tier to copy from.
+        target: The name of the tier to copy to.
+        step: The step being copied, if any.
         bytes_done: Bytes of this step that were copied.
         bytes_total: Bytes of this step.
         bytes_moved: Bytes that this process has copied in total.
         waiting: The queued steps, in order.
-        error: Why the last try failed, if it will be repeated; else empty.
+        error: Why the last attempt failed, if it will be retried; else empty.
         lost: Why a step cannot be copied at all, by step.
     """
 
@@ -84,7 +84,7 @@ class DrainState:
     lost: Mapping[int, str] = field(default_factory=dict)
 
     def unfinished(self) -> list[int]:
-        """Return the steps that have yet to be copied, in order."""
+        """Return the steps that are not copied yet, in order."""
         return sorted({*self.waiting, *([] if self.step is None else [self.step])})
 
 
@@ -93,9 +93,9 @@ class _Failure:
     """Why the last copy failed.
 
     Attributes:
-        text: The error; empty if it did not fail.
-        lasting: Over when copies have failed for so long that no caller should wait.
-        next_log: Over when the same error may be logged again.
+        text: The error text; empty without a failure.
+        lasting: Expires when copies have failed for so long that no caller should wait.
+        next_log: Expires when the same error may be logged again.
     """
 
     text: str = ""
@@ -104,7 +104,7 @@ class _Failure:
 
 
 class DrainLink:
-    """Copies from tier `number` to the next, one checkpoint at a time, the lowest step first."""
+    """Copies checkpoints from tier `number` to the next, one at a time, lowest step first."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class DrainLink:
         self._withdrawn: set[str] = set()
 
     def add(self, record: CommitRecord) -> bool:
-        """Queue a checkpoint, unless it is queued or withdrawn; return whether it was added."""
+        """Queue a checkpoint that is not queued or withdrawn; return whether it was added."""
         with self._changed:
             current = [] if self._current is None else [self._current]
             if (
@@ -158,7 +158,7 @@ class DrainLink:
             return True
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Drop the copies of these checkpoints, and wait until one in flight has ended."""
+        """Drop the queued copies of these checkpoints, and wait for the end of one in flight."""
         with self._changed:
             self._withdrawn.update(uids)
             dropped = [record for record in self._queue if record.uid in uids]
@@ -175,7 +175,7 @@ class DrainLink:
                 self._changed.wait(self._timing.poll_s)
 
     def reinstate(self, uids: Collection[str]) -> None:
-        """Accept these checkpoints again when they are added."""
+        """Accept these checkpoints again in `add`."""
         with self._changed:
             self._withdrawn.difference_update(uids)
 
@@ -196,7 +196,7 @@ class DrainLink:
             )
 
     def settle(self, deadline: Deadline) -> bool:
-        """Wait until no copy is left, or copies are failing; return whether that was in time."""
+        """Wait until no copy is left or copies are failing; return False after the deadline."""
         with self._changed:
             while not (self._closed or self._idle() or self.is_failing()):
                 if deadline.is_over():
@@ -205,7 +205,7 @@ class DrainLink:
             return True
 
     def close(self) -> None:
-        """Cancel the copy in flight and wait for its end, unless a store is stuck."""
+        """Cancel the copy in flight and wait for its end, except if a store is stuck."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -215,10 +215,10 @@ class DrainLink:
                 self._changed.wait(self._timing.poll_s)
 
     def tidy(self, need_bytes: int = 0) -> None:
-        """Evict from the source tier in the background, after reading the later copies.
+        """Evict from the source tier in the background, after verifying the later copies.
 
         Args:
-            need_bytes: The room to make, besides evicting all that exceeds `keep_last`.
+            need_bytes: The room to make, beyond evicting all checkpoints that exceed `keep_last`.
         """
         with self._changed:
             if self._tidying or self._closed:
@@ -278,7 +278,7 @@ class DrainLink:
             return record
 
     def _copy_with_retries(self, record: CommitRecord) -> None:
-        """Copy one checkpoint; retry without limit, with longer and longer pauses."""
+        """Copy one checkpoint; retry temporary errors without limit, with exponential backoff."""
         pause_s = self._timing.drain_retry_first_s
         while not self.is_closed():
             began = time.monotonic()
@@ -310,7 +310,7 @@ class DrainLink:
                 return
 
     def _copy_once(self, record: CommitRecord) -> bool:
-        """Copy a checkpoint to the next tier; return False if it is gone from both."""
+        """Copy a checkpoint to the next tier; return False if it is gone from both tiers."""
         source, target = self._source.backend, self._target.backend
 
         def verify_source() -> None:
@@ -397,9 +397,9 @@ class DrainLink:
     def _verify_small(
         self, large: list[CommitRecord], backend: Backend, record: CommitRecord
     ) -> bool:
-        """Verify a copy if it is small; else append it to `large`.
+        """Verify a small copy now; append a large one to `large`.
 
-        Reading a large one here would delay `arrived`, and thus `result()` of the save.
+        Reading a large copy here would delay `arrived`, and thus `result()` of the save.
         """
         if record.bytes_stored < WORTH_BYTES:
             return self._verify(backend, record)
@@ -407,7 +407,7 @@ class DrainLink:
         return False
 
     def _verify(self, backend: Backend, record: CommitRecord) -> bool:
-        """Read all of a copy and compare checksums; return True, as `Eviction` expects."""
+        """Read all of a copy and compare checksums; return True, for `Eviction`."""
 
         def stop_if_closed() -> None:
             if self._closed:
@@ -426,7 +426,7 @@ class DrainLink:
 
     @contextmanager
     def _failures_logged(self, record: CommitRecord) -> Iterator[None]:
-        """Log an error in the block and continue: the copy is already whole."""
+        """Log an error raised in the block and continue, because the copy is already whole."""
         try:
             yield
         except PenstockError as error:
@@ -463,7 +463,7 @@ class DrainLink:
 
 
 class TierCopier:
-    """Makes one copy at a time, on the thread of its link; any thread may call `cancel`."""
+    """Runs one copy at a time, on its link's thread; any thread may call `cancel`."""
 
     def __init__(
         self,
@@ -497,8 +497,8 @@ class TierCopier:
         Args:
             record: The commit record.
             replace: The uids of checkpoints at that step that may be replaced.
-            may_begin: Returns, before each try, whether the copy is still wanted: a cancellation
-                while no copy is in flight reaches none.
+            may_begin: Returns, before each attempt, whether the copy is still wanted: `cancel` has
+                no effect between copies.
             on_progress: As in `CheckpointCopy.run`.
 
         Raises:
@@ -534,7 +534,7 @@ class TierCopier:
         self._run(record, copy, may_begin, on_progress)
 
     def cancel(self, uids: Collection[str] | None = None) -> None:
-        """Cancel the copy in flight, if it is one of `uids`, or if `uids` is None."""
+        """Cancel the copy in flight if its uid is in `uids`, or if `uids` is None."""
         with self._lock:
             if self._in_flight is not None and (uids is None or self._in_flight[0] in uids):
                 self._in_flight[1].cancel()
@@ -542,7 +542,7 @@ class TierCopier:
     # ------------------------------------------------------------------------------------------
 
     def _is_for_process(self, record: CommitRecord) -> bool:
-        """Return whether the copy is large enough, and has not failed in a process too often."""
+        """Return whether the copy is large enough, and has not failed too often in a process."""
         wanted = self._source.drain_in == "process" or record.bytes_stored >= WORTH_BYTES
         return wanted and self._failed != (record.uid, _TRIES)
 
@@ -554,7 +554,7 @@ class TierCopier:
             self._process = None
 
     def _check_seen(self, record: CommitRecord) -> None:
-        """Verify that the process has copied to the place that this process sees.
+        """Verify that the process has copied to a place that this process sees.
 
         The other process may have its own memory store or mount under the same URL.
         """

@@ -1,7 +1,7 @@
-"""Losses of tiers: checkpoints that slower tiers have lost, and blobs that any tier has lost.
+"""Finds checkpoints that slower tiers have lost, and blobs that any tier has lost.
 
-Neither makes a read or a save fail: another tier has the data. So without this search users would
-not learn of a loss, and no copy or repair would begin.
+Neither loss makes a read or a save fail, because another tier has the data. So without this search
+users would not learn of a loss, and no copy or repair would begin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecor
     A tier may have been restored from an older backup, or replaced by an empty one.
 
     Returns:
-        The marked checkpoints; and the tiers that do not answer, each with the reason.
+        The marked checkpoints, and the tiers that do not answer, each with the reason.
     """
     marked: list[CommitRecord] = []
     silent: dict[str, str] = {}
@@ -69,7 +69,7 @@ def mark_lost(tiers: Sequence[Tier], roots: TierRoots) -> tuple[list[CommitRecor
 def _not_lost(
     tiers: Sequence[Tier], number: int, lost: Sequence[CommitRecord], roots: TierRoots
 ) -> Sequence[CommitRecord]:
-    """Return those of `lost` that slower tiers lack on purpose, and log them."""
+    """Return the checkpoints in `lost` that slower tiers lack on purpose, and log them."""
     tier, slower = tiers[number], tiers[number + 1 :]
     if roots.was_used_before(number):
         if roots.is_before_older(number):
@@ -98,7 +98,7 @@ def _not_lost(
 def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) -> list[CommitRecord]:
     """Return the checkpoints that tier `number` has copied and all slower tiers have lost.
 
-    Leaves out checkpoints with a note that they stay, if it was made for the roots `behind`.
+    Leaves out checkpoints with a note that they stay, if the note covers the roots `behind`.
     """
     backend = tiers[number].backend
     here = {info.name for info in backend.list(COMMIT_PREFIX)}
@@ -124,9 +124,9 @@ def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) ->
 def _saved_behind_since(
     tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
 ) -> list[CommitRecord]:
-    """Return those of tier `number`'s `records` that are older than a save to slower tiers.
+    """Return tier `number`'s `records` that are older than a save to slower tiers.
 
-    Another node that saved to a slower tier has seen its checkpoints. So a checkpoint that is
+    A node that saved to a slower tier has seen that tier's checkpoints. So a checkpoint that is
     missing there, and is older than that save, was deleted on purpose.
     """
     if not records:
@@ -162,14 +162,15 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Return the blobs and records of a checkpoint that tiers list but have lost; warn of them.
+    """Return a checkpoint's blobs and records that tiers list but have lost; warn about them.
 
-    A tier that does not list the checkpoint has evicted it, and has lost nothing. Looks only at
-    tiers before the first one that has all data: a read has fallen through these. Lists each tier
-    once, unless it has lost data.
+    A tier that does not list the checkpoint has evicted it, and has lost no data. Checks only the
+    tiers before the first with all data, because only these made reads fall through. Lists each
+    tier once, unless it has lost data.
 
     Args:
-        backend: The backend that was read; one without tiers raises instead of falling through.
+        backend: The backend that was read; a backend without tiers raises instead of falling
+            through.
         record: The commit record of the checkpoint.
         lengths: The lengths of its blobs and records in bytes, by name.
         known: The names that were logged before.
@@ -197,7 +198,7 @@ def lost_by_tiers(
 
 
 def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> set[str] | None:
-    """Return what one tier has lost; None if it does not list the checkpoint, or answer."""
+    """Return what one tier has lost; None if it does not answer or list the checkpoint."""
     try:
         missing = _missing(tier.backend, record, lengths)
         if missing:
@@ -208,7 +209,7 @@ def _lost_by(tier: Tier, record: CommitRecord, lengths: Mapping[str, int]) -> se
             missing = _missing(tier.backend, record, lengths)
             if not is_whole(tier.backend, record):
                 return None
-    except StorageError as error:  # the read has warned of it
+    except StorageError as error:  # the read has already warned about it
         log.debug("step %d: cannot check tier %s: %s", record.step, tier.name, str(error))
         return None
     return missing

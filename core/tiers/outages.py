@@ -1,4 +1,4 @@
-"""Calls tiers, which may hang, for callers that must not hang with them."""
+"""Calls tiers that may hang, on behalf of callers that must not hang."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 class NotAskedError(StorageTimeoutError):
-    """A tier did not answer a while ago, so this call was not made."""
+    """Signals a call that was not made because the tier recently did not answer."""
 
 
 class Outages:
-    """Calls tiers with a deadline, and pauses the calls of a tier that was slow to fail.
+    """Calls tiers with a deadline, and pauses calls to a tier that hung or was slow to fail.
 
-    The training thread makes such calls: without the pause, a tier that hangs would cost each save
-    the length of the deadline.
+    The training thread makes such calls. Without the pause, a hanging tier would delay each save by
+    the deadline.
     """
 
     def __init__(self, tiers: Sequence[Tier], workers: Workers, limit_s: float) -> None:
-        """Give each call at most `limit_s` seconds."""
+        """Limit each call to `limit_s` seconds."""
         self._tiers = tiers
         self._workers = workers
         self._limit_s = limit_s
@@ -43,15 +43,15 @@ class Outages:
         self._warned_s: dict[int, dict[str, float]] = {}  # the time of each warning, by its reason
 
     def ask(self, number: int, call: Callable[[], T], *, despite_pause: bool = False) -> T:
-        """Return the result of `call`; begin a pause if the call hangs, or is slow to fail.
+        """Return the result of `call`; start a pause if the call hangs or is slow to fail.
 
         Args:
-            number: Number of the tier that `call` asks.
+            number: The number of the tier that `call` contacts.
             call: A call of the tier's backend; abandoned on its own thread if it hangs.
             despite_pause: Make the call even during a pause.
 
         Raises:
-            NotAskedError: The calls of this tier are paused.
+            NotAskedError: Calls to this tier are paused.
             StorageError: The tier does not answer.
         """
         timing = self._workers.timing
@@ -72,7 +72,7 @@ class Outages:
             raise
 
     def is_any_paused(self) -> bool:
-        """Return whether the calls of any tier are paused now."""
+        """Return whether calls to any tier are paused now."""
         return any(map(self._is_paused, list(self._pauses)))
 
     def warn(self, number: int, error: StorageError) -> None:
@@ -88,15 +88,15 @@ class Outages:
             log.warning("tier %s does not answer, continuing without it: %s", name, str(error))
 
     def end(self, number: int) -> None:
-        """End the outage of a tier: its calls are not paused, and its next error is logged."""
+        """End the outage of a tier: resume its calls, and log its next error."""
         self._warned_s.pop(number, None)
         self._pauses.pop(number, None)
 
     def entries(self, *, strict: bool) -> dict[int, list[str]]:
-        """Return the result of `Catalog.entries` for all tiers that answer; warn of the others.
+        """Return `Catalog.entries` of all tiers that answer; warn about the others.
 
         Raises:
-            StorageError: No tier answers, or (`strict`) one does not.
+            StorageError: No tier answers; with `strict`, any tier does not answer.
         """
         names: dict[int, set[str]] = {}
         failure: StorageError | None = None

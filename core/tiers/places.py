@@ -1,6 +1,6 @@
-"""The root records of one run's tiers: savers and drains write them; copies check them.
+"""The root records of one run's tiers. Savers and drains write them; copies check them.
 
-`core/abc/tiers.py` describes the record. Reading a run never writes one.
+`core/abc/tiers.py` describes the record. Reading a run never writes a record.
 
 Tested in `tests/integration/tiers/test_roots.py`.
 """
@@ -46,7 +46,7 @@ class TierRoots:
     """The roots of one run's tiers, as this process knows them. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], outages: Outages) -> None:
-        """Prepare; no tier is asked yet."""
+        """Prepare; contacts no tier."""
         self._tiers = tiers
         self._outages = outages
         self._lock = threading.Lock()  # one registration at a time; guards the four below
@@ -56,12 +56,12 @@ class TierRoots:
         self._before_older: set[int] = set()
 
     def register(self, *, despite_pause: bool = False) -> None:
-        """Write a root record to each tier that answers: its identity and those of all others.
+        """Write a root record to each tier that answers: its own identity and the other tiers'.
 
         A tier is registered once per process.
 
         Args:
-            despite_pause: Ask even tiers whose calls are paused (see `Outages.ask`).
+            despite_pause: Contact even tiers whose calls are paused (see `Outages.ask`).
 
         Raises:
             ConfigError: The tiers are not those of one run in this order; nothing was written.
@@ -84,22 +84,22 @@ class TierRoots:
             self._write_all(usable, damaged)
 
     def was_used_before(self, number: int) -> bool:
-        """Return whether earlier processes recorded in this tier which saves not to copy on."""
+        """Return whether earlier processes recorded in this tier which saves not to copy."""
         return number in self._used_before
 
     def is_before_older(self, number: int) -> bool:
-        """Return whether a slower tier is new, or older than this tier's record of it."""
+        """Return whether a slower tier is new, or older than this tier's record says."""
         return number in self._before_older
 
     def behind(self, number: int) -> frozenset[str]:
-        """Return the registered roots of the tiers that are slower than tier `number`."""
+        """Return the registered roots of the tiers slower than tier `number`."""
         return frozenset(root for known, root in self._known.items() if known > number)
 
     def check(self, number: int) -> None:
         """Verify that a tier still has the root that this process registered.
 
-        Copies check it before and after: the file system may be unmounted meanwhile. Tiers faster
-        than the durable one are not checked, since they may lose everything and continue.
+        Copies check it before and after, because the file system may be unmounted in between. Tiers
+        faster than the durable tier are not checked: they may lose everything and continue.
 
         Raises:
             WrongPlaceError: The tier has another root, or none.
@@ -144,7 +144,7 @@ class TierRoots:
             return False
 
     def _read_all(self, *, despite_pause: bool) -> tuple[dict[int, RootRecord | None], set[int]]:
-        """Return the records of all tiers that answer, and the numbers of damaged records."""
+        """Return the records of tiers that answer, and the numbers of tiers with damaged ones."""
         records: dict[int, RootRecord | None] = {}
         damaged: set[int] = set()
         for number, tier in enumerate(self._tiers):
@@ -161,7 +161,7 @@ class TierRoots:
         return records, damaged
 
     def _warn_of_older(self, found: Mapping[int, RootRecord | None]) -> None:
-        """Warn of roots for which other tiers have recorded more uses than they have themselves."""
+        """Warn about roots whose own count of uses is lower than another tier's record."""
         for number, record in found.items():
             if record is None or number in self._known:
                 continue
@@ -180,8 +180,8 @@ class TierRoots:
     def _write_all(self, found: Mapping[int, RootRecord | None], damaged: Collection[int]) -> None:
         """Write the records, the slowest tier first.
 
-        In this order a crash leaves no tier that names a root without a record: such a root would
-        look like the empty folder below an unmounted file system.
+        With this order, no crash leaves a tier that names a root without a record. Such a root
+        would look like the empty mount point of an unmounted file system.
         """
         present = [found[number] for number in sorted(found, reverse=True)]
         run = next((r.run for r in present if r is not None), secrets.token_hex(16))
@@ -219,7 +219,7 @@ class TierRoots:
     def _check_distinct(
         self, number: int, record: RootRecord, slower: Mapping[int, RootRecord]
     ) -> None:
-        """Refuse a tier that has the root of a slower one; their URLs need not show it."""
+        """Refuse a tier with the root of a slower tier, even if their URLs differ."""
         if all(record.root != other.root for other in slower.values()):
             return
         name, url = self._tiers[number].name, self._tiers[number].backend.url
@@ -231,11 +231,11 @@ class TierRoots:
         raise ConfigError(msg)
 
     def _created(self, number: int, run: str, *, exclusive: bool) -> RootRecord | None:
-        """Return a new record of a tier, or the one that another process has just created there."""
+        """Return a new record for a tier, or the record that another process just created there."""
         backend = self._tiers[number].backend
         record = RootRecord(run, secrets.token_hex(16))
         try:
-            # The tier has just been read, so a pause is ignored: else a tier that is back would get
+            # The tier has just been read, so a pause is ignored: otherwise a tier that is back gets
             # no root record, and thus no copy, until the pause is over.
             publish = partial(_publish_root, backend, record, exclusive=exclusive)
             return self._outages.ask(number, publish, despite_pause=True)
@@ -246,7 +246,7 @@ class TierRoots:
     def _warn_of_new(
         self, found: Mapping[int, RootRecord | None], mine: Mapping[int, RootRecord]
     ) -> None:
-        """Warn of tiers that have a new root, although the run already has other roots."""
+        """Warn about tiers with a new root in a run that already has other roots."""
         for number, record in mine.items():
             before = found[number]
             if any(found.values()) and (before is None or before.root != record.root):
@@ -259,11 +259,11 @@ class TierRoots:
 
 
 def _is_known(record: RootRecord) -> bool:
-    """Return whether a process has used this root together with others.
+    """Return whether a process has used this root together with other roots.
 
-    A root without others may hold saves of an earlier version, which did not record which saves
-    must not be copied. The last tier of a run counts as well: it may become a faster tier later,
-    and so far no copy from it has left out a save.
+    A root without others may hold saves of an earlier version, which did not record the saves that
+    must not be copied. The last tier of a run also counts: it may become a faster tier later, and
+    so far no copy from it has left out a save.
     """
     return len(record.tiers) > 1
 
@@ -284,7 +284,7 @@ def _is_before_older(number: int, found: Mapping[int, RootRecord | None]) -> boo
 def merged_order(
     before: Sequence[tuple[str, int]], now: Sequence[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Return the roots of both lists in one order; a new root goes after its faster neighbor."""
+    """Return the roots of both lists in one order; a new root follows its faster neighbor."""
     counts = dict(before) | dict(now)
     ids = [root for root, _ in before]
     above: str | None = None
@@ -296,7 +296,7 @@ def merged_order(
 
 
 def _publish_root(backend: Backend, record: RootRecord, *, exclusive: bool) -> RootRecord | None:
-    """Publish a new record; return the one that the tier has afterwards."""
+    """Publish a new record; return the record that the tier then has."""
     exclusive = exclusive and backend.capabilities.exclusive_publish
     with suppress(BlobExistsError):  # another process was faster, or another tier is the same place
         backend.publish(ROOT_NAME, encode_root(record), exclusive=exclusive)

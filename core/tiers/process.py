@@ -2,8 +2,8 @@
 
 A copy on threads of the trainer briefly holds the GIL for each piece, and slows training with each
 change of the memory map. The trainer pickles a call of `copy_for_trainer` to the standard input of
-the process, and reads the numbers of copied bytes from a pipe, then None or the error. `SIGTERM`
-cancels the copy; the kernel sends it when the trainer ends.
+the process. Then it reads the numbers of copied bytes from a pipe, and at the end None or the
+error. `SIGTERM` cancels the copy; the kernel sends it when the trainer ends.
 
 Tested in `tests/integration/tiers/test_copy_process.py`.
 """
@@ -62,7 +62,7 @@ pickle.load(sys.stdin.buffer)()
 
 
 class UnsuitableError(Exception):
-    """No process can make the copy: none can start, or it does not see the same tiers."""
+    """Signals that no process can make the copy: none can start, or it sees other tiers."""
 
 
 # -- the trainer's side ------------------------------------------------------------------------
@@ -77,12 +77,12 @@ def _working_folder() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """The settings that processes copying from one tier to the next have in common.
+    """The settings shared by all processes that copy from one tier to the next.
 
     Attributes:
-        backend: The configuration from which the tiers were opened.
+        backend: The configuration that opened the tiers.
         number: The number of the tier to copy from.
-        stuck_s: A process is killed if its copy makes no progress for this long.
+        stuck_s: A process without progress for this long is killed.
         folder: The working directory when the tiers were opened; None if it is gone.
     """
 
@@ -93,7 +93,7 @@ class ProcessSetup:
 
 
 class ProcessCopy:
-    """The copy of one checkpoint by another process, with the methods of `CheckpointCopy`."""
+    """A copy of one checkpoint by another process, with the methods of `CheckpointCopy`."""
 
     def __init__(
         self, setup: ProcessSetup, record: CommitRecord, *, workers: Workers, **options: object
@@ -128,7 +128,7 @@ class ProcessCopy:
                 self._end(process)
 
     def cancel(self) -> None:
-        """Make `run` raise SaveAbortedError soon; any thread may call this."""
+        """Make `run` raise SaveAbortedError soon. Any thread may call this."""
         self._cancelled = True
         if self._process is not None:
             self._process.terminate()
@@ -216,7 +216,7 @@ class ProcessCopy:
         return kind(f"{why}; blobs that it sealed are not copied again")
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Make the process end, by force after `process_end_s`; return its exit code."""
+        """End the process, by force after `process_end_s`; return its exit code."""
         process.terminate()
         for _ in range(2):
             try:
@@ -229,7 +229,7 @@ class ProcessCopy:
 
 
 def _flags() -> list[str]:
-    """Return the options with which the other interpreter ignores the same settings as this one."""
+    """Return the options that make the other interpreter ignore the same settings as this one."""
     flags = sys.flags
     if flags.isolated:
         return ["-I"]
@@ -253,15 +253,15 @@ def copy_for_trainer(
     reports: int,
     **options: Any,
 ) -> None:
-    """Make a copy for a trainer, report it, and end the process.
+    """Run a copy for a trainer, report its progress and end, and exit the process.
 
     Args:
         setup: The tiers.
         name: The name of the commit record.
-        uid: The uid of this record.
+        uid: The uid of the commit record.
         workers: The number of threads.
-        level: The level of the trainer's log.
-        end_s: The process is killed if a cancelled copy has not ended after this time.
+        level: The log level of the trainer.
+        end_s: The process is killed if a cancelled copy has not ended after this time, in seconds.
         trainer: The process id of the trainer.
         reports: The descriptor of the pipe for reports.
         options: The options of `CheckpointCopy`.

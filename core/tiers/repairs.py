@@ -62,7 +62,7 @@ class TierRepairs:
         workers: Threads for checksums and for background tasks.
         grace_s: The grace time of `prune`.
         stuck_s: The longest wait for a store without progress.
-        leads: Returns whether this process repairs the damage that its reads find: of several
+        leads: Returns whether this process repairs the damage that its reads find. With several
             ranks, only rank 0 does.
     """
 
@@ -91,10 +91,10 @@ class TierRepairs:
         self._claimed: set[str] = set()  # uids whose copies are being verified or replaced
 
     def begin(self, damaged: Sequence[tuple[str, str]]) -> None:
-        """Replace, in the background, copies that a read found damaged.
+        """Replace copies that a read found damaged, in the background.
 
         Args:
-            damaged: The blobs and records, each with the name of the tier whose copy is good.
+            damaged: The blobs and records, each with the name of the tier with a good copy.
         """
         if not self.leads():
             return
@@ -106,7 +106,7 @@ class TierRepairs:
     def begin_replacing(
         self, record: CommitRecord, good: int, bad: int, *, failed: Callable[[], None]
     ) -> None:
-        """Call `replace_copy` in the background; `failed` is called if that raises."""
+        """Call `replace_copy` in the background; if that raises, call `failed`."""
         self._moved(0)
 
         def task() -> None:
@@ -132,19 +132,19 @@ class TierRepairs:
         unreadable: bool = False,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Replace one tier's copy of a checkpoint; the tier does not list it meanwhile.
+        """Replace one tier's copy of a checkpoint; the tier does not list the copy meanwhile.
 
-        The mark of a checkpoint that must be copied from there to the next tier stays.
+        If that tier has a mark to copy the checkpoint to the next tier, the mark stays.
 
         Args:
             record: The commit record.
             good: The number of the tier with a good copy, which is verified first.
             bad: The number of the tier with the damaged copy.
             unreadable: Replace the copy only if its commit record cannot be read.
-            on_progress: Called with bytes that were verified, then with bytes that were copied.
+            on_progress: Called with counts of bytes verified, then of bytes copied.
 
         Raises:
-            DamagedError: The good copy is not good; nothing was deleted.
+            DamagedError: The copy in tier `good` is damaged; nothing was deleted.
             BusyError: Another thread of this process replaces a copy of the checkpoint, or another
                 process copies it to that tier.
             StorageError: A tier failed.
@@ -190,16 +190,16 @@ class TierRepairs:
             self._withdrawn.difference_update(uids)
 
     def is_withdrawn(self, uid: str) -> bool:
-        """Return whether a checkpoint was deleted, or is about to be."""
+        """Return whether a checkpoint was deleted or is about to be deleted."""
         with self._ended:
             return uid in self._withdrawn
 
     def is_stuck(self) -> bool:
-        """Return whether a repair in flight makes no progress."""
+        """Return whether a repair in flight has stopped making progress."""
         return self._watchdog.is_over() and any(thread.is_alive() for thread in self._running)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until each background repair is over or stuck, or until the deadline."""
+        """Wait until each background repair has ended or is stuck, or until the deadline."""
         for thread in self._running:
             while thread.is_alive() and not self.is_stuck():
                 if deadline.is_over():
@@ -209,7 +209,7 @@ class TierRepairs:
     # ------------------------------------------------------------------------------------------
 
     def _replace_read(self, damaged: Mapping[str, str]) -> None:
-        """Replace the copies that a read passed over: all in tiers before the good one."""
+        """Replace the damaged copies that a read skipped, in all tiers before the good copy."""
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
             for name, tier in damaged.items():
@@ -236,7 +236,7 @@ class TierRepairs:
     def _replace_unreadable(self, name: str, good: int) -> None:
         """Replace unreadable commit records of one name in all tiers before `good`.
 
-        A copy with a mark is left alone: the mark would be deleted with it.
+        Skips a copy with a mark, because the mark would be deleted with the copy.
         """
         record = read_commit(self._tiers[good].backend, name)
         for number, tier in enumerate(self._tiers[:good]):
@@ -252,7 +252,7 @@ class TierRepairs:
         on_progress: Callable[[int], None],
         set_here: Sequence[Tier],
     ) -> None:
-        """Verify all of a copy, and that it still exists; else remove the marks."""
+        """Verify all of a copy and that it still exists; remove the marks on failure."""
         source = self._tiers[good].backend
         try:
             # Before any deletion: if both copies are damaged, in different blobs, a read can still
@@ -305,8 +305,8 @@ class TierRepairs:
     def _tiers_to_mark(self, record: CommitRecord, good: int, bad: int) -> list[Tier]:
         """Return the unmarked tiers to mark while a slower copy is replaced.
 
-        These are the good tier, and the last tier with a copy before the bad one, whose link copies
-        to the bad tier or to a tier on the way there.
+        These are the good tier, and the last tier with a copy before the bad tier. The link of the
+        latter copies to the bad tier or to a tier on the way there.
         """
         having = [n for n in range(good, bad) if is_whole(self._tiers[n].backend, record)]
         numbers = sorted({*having[:1], *having[-1:]})
@@ -316,7 +316,7 @@ class TierRepairs:
 
 
 def _needs(record: CommitRecord, name: str, places: Sequence[Backend]) -> bool:
-    """Return whether a file of the run is a checkpoint's own, or a blob that it borrows.
+    """Return whether a file is the checkpoint's own, or a blob that the checkpoint borrows.
 
     If no place has a good table of borrowed blobs, the checkpoint cannot be replaced anyway.
     """
@@ -329,7 +329,7 @@ def _needs(record: CommitRecord, name: str, places: Sequence[Backend]) -> bool:
 
 
 def _check_still_there(source: Backend, record: CommitRecord) -> None:
-    """Look for the record again: open files can be read after their deletion."""
+    """Check that the record still exists, because open files stay readable after deletion."""
     if not is_whole(source, record):
         msg = f"step {record.step} on {source.url} was deleted while it was verified"
         raise CheckpointGoneError(msg)
@@ -350,17 +350,17 @@ def verify_and_repair(
 ) -> VerifyReport:
     """Verify as `Checkpoint.verify` does; replace every bad copy with a good one, if one exists.
 
-    A tier without the checkpoint has evicted it, and gets no copy. A bad copy is deleted only
-    after all of the good one was read and compared, whatever `deep` is.
+    A tier without the checkpoint has evicted it, and gets no copy. A bad copy is deleted only after
+    all of the good copy was read and compared, even without `deep`.
 
     Args:
         checkpoint: The checkpoint.
-        repairs: The repairs of the run; None if the run is in one place.
+        repairs: The repairs of the run; None if the run has only one place.
         deep: As in `Checkpoint.verify`.
         on_progress: Called with the progress of the verification, then of each repair.
 
     Raises:
-        ConfigError: The run is in one place.
+        ConfigError: The run has only one place.
         StorageTimeoutError: A store is stuck.
     """
     if repairs is None or not checkpoint.backend.tiers:
@@ -384,8 +384,6 @@ def verify_and_repair(
 
 
 class _CheckpointRepair:
-    """The repair of one checkpoint in all tiers."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -407,12 +405,12 @@ class _CheckpointRepair:
         self._good = sorted(good, key=self.needs)  # copies with damaged notes last
 
     def needs(self, number: int) -> bool:
-        """Return whether one tier has a bad copy."""
+        """Return whether one tier has a copy with damage."""
         copy = self._copies[number]
         return copy is not None and bool(copy.damaged)
 
     def of(self, bad: int) -> Repair:
-        """Replace the copy in one tier with the fastest good one, and return the outcome."""
+        """Replace the copy in one tier with the fastest good copy, and return the outcome."""
         tier = self._checkpoint.backend.tiers[bad]
         if not self._is_this_one(bad):
             return Repair(tier.name, None, "it is of another save, which no other tier has")
@@ -440,7 +438,7 @@ class _CheckpointRepair:
         return Repair(tier.name, None, error)
 
     def _is_good(self, copy: CopyFound | None) -> bool:
-        """Return whether all data of a copy is good; its notes may be damaged."""
+        """Return whether all data of a copy is good. Its notes may be damaged."""
         if copy is None or copy.uid != self._record.uid:
             return False
         return all(notes_origin(damage.what) for damage in copy.damaged)
@@ -455,7 +453,7 @@ class _CheckpointRepair:
         return copy.uid == self._record.uid
 
     def _replace(self, good: int, bad: int) -> None:
-        """Replace a copy on a separate thread, as a store may hang.
+        """Replace a copy on a separate thread, because a store may hang.
 
         Raises:
             StorageTimeoutError: A store is stuck.
@@ -497,7 +495,7 @@ class _CheckpointRepair:
         )
 
     def _damage_left(self, number: int) -> str | None:
-        """Verify a replaced copy; return what is still wrong with it, if anything."""
+        """Verify a replaced copy; return its remaining damage, if any."""
         tier = self._checkpoint.backend.tiers[number]
         copy = self._checkpoint.verify_copy(tier, self._meter, deep=self._deep)
         if copy is None:

@@ -1,4 +1,4 @@
-"""The room in tiers: chooses the tier that a save writes to."""
+"""Chooses the tier that a save writes to, by room and outages."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class TierRoom:
         timing: Timing,
         tidy: Callable[[int, int], None],
     ) -> None:
-        """Prepare; no tier is asked yet.
+        """Prepare; contacts no tier.
 
         Args:
             tiers: The tiers, the fastest first.
-            outages: Asks the tiers.
+            outages: Calls the tiers with deadlines and pauses.
             roots: Checks that slower tiers are the right places.
-            eviction: Makes room.
-            timing: The times to wait.
-            tidy: Called with a tier and the bytes that must fit, if later copies must be read
-                before eviction there; evicts in the background.
+            eviction: Makes room in the tiers.
+            timing: The lengths of waits.
+            tidy: Evicts in the background, after reading later copies; called with a tier and the
+                bytes that must fit.
         """
         self.tiers = tiers
         self._outages = outages
@@ -61,7 +61,7 @@ class TierRoom:
     def away(self) -> list[str]:
         """Return the names of the fastest tiers that this rank cannot use now.
 
-        Tiers after the first one that answers are not asked.
+        Checks no tier after the first that answers.
         """
         left_alone = self.left_alone()
         names = []
@@ -77,12 +77,12 @@ class TierRoom:
         return names
 
     def leave_alone(self, number: int) -> None:
-        """Save to other tiers for a while: a rank of several could not write to this one."""
+        """Save to other tiers for a while, because a rank could not write to this tier."""
         timing = self._timing
         self._rests[number] = Deadline(timing.tier_rest_first_s, timing.clock)
 
     def left_alone(self) -> list[str]:
-        """Return the names of the tiers to leave alone for now."""
+        """Return the names of the tiers that saves now avoid."""
         rests = dict(self._rests)
         return [self.tiers[number].name for number in rests if not rests[number].is_over()]
 
@@ -94,11 +94,11 @@ class TierRoom:
         refused: Mapping[str, str] = MappingProxyType({}),
         wait: Callable[[], None] = lambda: None,
     ) -> int | None:
-        """Return the fastest tier that has room, after eviction; None if the save is skipped.
+        """Return the fastest tier with room, after eviction; None if the save is skipped.
 
         Args:
             step: The step of the save.
-            need_bytes: The most bytes that it may store.
+            need_bytes: The most bytes that the save may store.
             refused: Tiers that cannot be used, by name, each with the reason.
             wait: Called repeatedly while no tier has room; may raise to give up.
 
@@ -136,7 +136,7 @@ class TierRoom:
             time.sleep(self._timing.tier_full_poll_s)
 
     def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
-        """Warn that a save bypasses faster tiers: once, and again after `repeat_log_s`."""
+        """Warn that a save bypasses faster tiers, at most once per `repeat_log_s`."""
         if why and self._next_warning.is_over():
             self._next_warning = Deadline(self._timing.repeat_log_s, self._timing.clock)
             log.warning("step %d is saved straight to tier %s: %s", step, tier.name, "; ".join(why))

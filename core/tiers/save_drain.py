@@ -1,4 +1,4 @@
-"""The way of one save to the tier that it writes to, and from there to slower tiers.
+"""One save's path to the tier that it writes to, and from there to slower tiers.
 
 Tested in `tests/integration/ranks/test_tiers.py`.
 """
@@ -26,7 +26,7 @@ OnEnd: TypeAlias = "Callable[[BaseException | None], None]"
 
 
 class DrainOfSave:
-    """The drain of one save that is committed in tier `number`; see `save.request.Onward`."""
+    """The drain of a save that is committed in tier `number`; see `save.request.Onward`."""
 
     def __init__(self, drains: Drains, replaces: Collection[str] = (), number: int = 0) -> None:
         self._drains = drains
@@ -36,12 +36,12 @@ class DrainOfSave:
         self._marked = False
 
     def prepare(self, record: CommitRecord) -> None:
-        """Mark the checkpoint, if it must be copied."""
+        """Mark the checkpoint if it must be copied."""
         self._record = record
         self._marked = self._drains.prepare(self._number, record.uid, record.step, self._replaces)
 
     def begin(self) -> None:
-        """Do nothing: no other rank waits for the end of the copies."""
+        """Do nothing: no other rank waits for the copies."""
 
     def go(self, on_end: OnEnd) -> None:
         """Queue the copy, if the checkpoint is marked."""
@@ -54,13 +54,13 @@ class DrainOfSave:
         return self._drains.having(self._record)
 
     def check(self) -> None:
-        """Raise a NotDrainedError if a tier has been failing for long."""
+        """Raise a NotDrainedError if a tier has failed for long."""
         if why := self._drains.failing():
             raise NotDrainedError(why)
 
 
 class TierOfRanks:
-    """The choice of one tier for all ranks of a save: rank 0 chooses it, the others follow."""
+    """The choice of one tier for all ranks of a save. Rank 0 chooses it; the others follow."""
 
     def __init__(self, room: TierRoom, request: SaveRequest, *, away: Collection[str]) -> None:
         self.number: int | None = None
@@ -70,15 +70,15 @@ class TierOfRanks:
         self._arrival = {"raw": list(bytes_of_rank(request.plan)), "away": sorted(away)}
 
     def arrival(self) -> Mapping[str, Any]:
-        """Return how much this rank must store, and the tiers that it cannot use."""
+        """Return the bytes that this rank must store, and the tiers that it cannot use."""
         return self._arrival
 
     def choose(
         self, arrivals: Mapping[int, Mapping[str, Any]], wait: Callable[[], None]
     ) -> tuple[str, Backend] | None:
-        """Return name and backend of the fastest tier that has room, and that all ranks can use.
+        """Return the name and backend of the fastest tier with room that all ranks can use.
 
-        None: no tier has room, and the save is skipped.
+        Returns None if no tier has room and the save is skipped.
 
         Args:
             arrivals: The posts of all ranks, by rank number.
@@ -124,13 +124,13 @@ class TierOfRanks:
         raise ConfigError(msg)
 
     def failed(self, error: BaseException) -> None:
-        """Leave the tier alone for a while if it failed: else each later save would fail."""
+        """Avoid the tier for a while if it failed. Otherwise each later save would also fail."""
         if self.number is not None and isinstance(error, StorageError):
             self._room.leave_alone(self.number)
 
 
 class LeadingDrain(DrainOfSave):
-    """The drain of a save of several ranks, on rank 0, which reports its end to the others."""
+    """The drain of a save by several ranks, on rank 0, which reports its outcome to the others."""
 
     def __init__(
         self, drains: Drains, choice: TierOfRanks, turn: RankTurn, replaces: Collection[str]
@@ -142,17 +142,17 @@ class LeadingDrain(DrainOfSave):
         self._found: tuple[str, ...] | None = None
 
     def prepare(self, record: CommitRecord) -> None:
-        """Mark the checkpoint in the chosen tier, if it must be copied."""
+        """Mark the checkpoint in the chosen tier if it must be copied."""
         assert self._choice.number is not None
         self._number = self._choice.number
         super().prepare(record)
 
     def begin(self) -> None:
-        """Begin to report to the others that this rank is alive."""
+        """Start to report to the other ranks that this rank is alive."""
         self._told.begin(self._round, self._drains.failing)
 
     def go(self, on_end: OnEnd) -> None:
-        """Queue the copy, and report its end to the others before the user's callbacks."""
+        """Queue the copy, and report its outcome to the others before the user's callbacks run."""
 
         def report(error: BaseException | None) -> None:
             if error is None:
@@ -165,14 +165,14 @@ class LeadingDrain(DrainOfSave):
         super().go(report)
 
     def tiers(self) -> tuple[str, ...]:
-        """Return the names of the tiers that had the checkpoint when it became durable."""
+        """Return the names of the tiers that had the checkpoint once it was durable."""
         if self._found is None:
             self._found = super().tiers()
         return self._found
 
 
 class FollowedDrain:
-    """The drain of a save of several ranks, on a rank that learns its end from rank 0."""
+    """The drain of a save by several ranks, on a rank that gets its outcome from rank 0."""
 
     def __init__(self, turn: RankTurn) -> None:
         self._group = turn.group
@@ -183,10 +183,10 @@ class FollowedDrain:
         """Do nothing: rank 0 marks the checkpoint."""
 
     def begin(self) -> None:
-        """Do nothing: this rank follows once the callbacks of the user have returned."""
+        """Do nothing: this rank follows rank 0 from `go` on."""
 
     def go(self, on_end: OnEnd) -> None:
-        """Follow the copies of rank 0."""
+        """Follow rank 0's copies, and call `on_end` with their outcome."""
 
         def learned(post: DrainedPost) -> None:
             self._found = post.tiers
@@ -195,11 +195,11 @@ class FollowedDrain:
         self._group.follow(self._round, learned)
 
     def tiers(self) -> tuple[str, ...]:
-        """Return the names of the tiers that have the checkpoint, as rank 0 reported them."""
+        """Return the names of the tiers that have the checkpoint, as reported by rank 0."""
         return self._found
 
     def check(self) -> None:
-        """Raise a NotDrainedError if the copies of rank 0 have been failing for long."""
+        """Raise a NotDrainedError if rank 0's copies have failed for long."""
         if why := self._group.followed_drains.failing:
             raise NotDrainedError(why)
 

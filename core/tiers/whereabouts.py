@@ -1,9 +1,9 @@
-"""Checkpoints in several tiers: where each is whole, and which have yet to be copied.
+"""The tiers that hold each checkpoint whole, and the copies that are still pending.
 
-A tier holds a checkpoint if the tier itself lists its commit record, which a copy publishes last;
-so no journal of locations is needed. Only pending copies are recorded: the mark
-`data/<uid>/drain.json` is next to the data in the tier to copy from, from before the commit until
-the next tier has the checkpoint.
+A tier holds a checkpoint if it lists the commit record, which a copy publishes last. So no journal
+of locations is needed. Only pending copies are recorded, as a mark `data/<uid>/drain.json` next to
+the data in the tier to copy from. The mark exists from before the commit until the next tier has
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def mark(backend: Backend, uid: str, step: int, replaces: Collection[str] | None
         backend: The tier to copy from.
         uid: The uid of the save.
         step: The step of the save.
-        replaces: The uids of the checkpoints of that step that the saver knew and meant to replace;
-            None if not known.
+        replaces: The uids of that step's checkpoints that the saver knew and meant to replace; None
+            if unknown.
     """
     _publish_note(backend, mark_name(uid), uid, step, replaces=replaces)
 
@@ -51,15 +51,15 @@ def note_staying(
 ) -> None:
     """Record that a save must not be copied to the next tier.
 
-    A checkpoint with neither a mark nor this note was copied: if no slower tier has it, slower
+    A checkpoint with neither a mark nor this note was copied. If no slower tier has it, slower
     tiers have lost it.
 
     Args:
         backend: The tier that has the checkpoint.
         uid: The uid of the save.
         step: The step of the save.
-        behind: The slower roots from which this was concluded: the note does not count for other
-            roots. None if the saver decided it, for any root.
+        behind: The slower roots that led to this note, which does not count for other roots. None
+            if the saver decided, for any root.
     """
     _publish_note(backend, staying_name(uid), uid, step, roots=behind)
 
@@ -73,7 +73,7 @@ def _publish_note(
 
 
 def _read_note(backend: Backend, name: str, key: str) -> frozenset[str] | None:
-    """Return the ids below `key` of a mark or a note; None if it has none.
+    """Return the ids under `key` in a mark or a note; None if it has no such key.
 
     Raises:
         BlobNotFoundError: There is no such note.
@@ -98,7 +98,7 @@ def stays(backend: Backend, uid: str, behind: Collection[str]) -> bool:
 
 
 def marked_replaces(backend: Backend, uid: str) -> frozenset[str] | None:
-    """Return the uids that a marked save replaces; None if its mark has none, or is gone.
+    """Return the uids that a marked save replaces; None if its mark is gone or names none.
 
     Raises:
         StorageError: The tier does not answer.
@@ -110,7 +110,7 @@ def marked_replaces(backend: Backend, uid: str) -> frozenset[str] | None:
 
 
 def at_step(backend: Backend, step: int) -> list[CommitRecord]:
-    """Return the readable commit records of one step, the lowest generation first.
+    """Return the readable commit records of one step, lowest generation first.
 
     Raises:
         StorageError: The store does not answer.
@@ -123,11 +123,11 @@ def at_step(backend: Backend, step: int) -> list[CommitRecord]:
 
 
 def replaceable(source: Backend, target: Backend, record: CommitRecord) -> frozenset[str]:
-    """Return the uids of checkpoints at the target that `record`, an overwrite, may replace.
+    """Return the uids of the target's checkpoints that `record`, an overwrite, may replace.
 
-    A higher generation alone does not allow that: it may be a leftover of a node that was away
-    while another node overwrote the same step at the target. So `record` replaces only checkpoints
-    that its saver knew.
+    A higher generation alone does not allow a replacement. It may be left over from a node that was
+    away while another node overwrote the same step at the target. So `record` replaces only
+    checkpoints that its saver knew.
 
     Raises:
         StorageError: A store does not answer.
@@ -140,7 +140,7 @@ def replaceable(source: Backend, target: Backend, record: CommitRecord) -> froze
 
 
 def in_the_way(source: Backend, target: Backend, record: CommitRecord) -> CommitRecord | None:
-    """Return the target's checkpoint of the same step that `record` may not replace, if any.
+    """Return the target's checkpoint of this step that `record` may not replace, if any.
 
     Raises:
         StorageError: A store does not answer.
@@ -174,7 +174,7 @@ def compacted(backend: Backend, record: CommitRecord) -> bool:
 
 
 def is_marked(backend: Backend, uid: str) -> bool:
-    """Return whether a save has yet to be copied from this tier to the next one."""
+    """Return whether a save still waits for its copy from this tier to the next."""
     return is_listed(backend, mark_name(uid))
 
 
@@ -184,8 +184,8 @@ class Whereabouts:
 
     Attributes:
         record: The commit record.
-        tiers: The numbers of the tiers that have the checkpoint whole, ascending.
-        waiting: The numbers of the tiers that have yet to copy it to the next one.
+        tiers: The numbers of the tiers that have the whole checkpoint, ascending.
+        waiting: The numbers of the tiers with a pending copy to the next tier.
     """
 
     record: CommitRecord
@@ -194,7 +194,7 @@ class Whereabouts:
 
 
 def whereabouts(tiers: Sequence[Tier]) -> dict[str, Whereabouts]:
-    """Return where each readable checkpoint is, by uid.
+    """Return the tiers of each readable checkpoint, by uid.
 
     Raises:
         StorageError: A tier does not answer.
@@ -216,7 +216,7 @@ def whereabouts(tiers: Sequence[Tier]) -> dict[str, Whereabouts]:
 
 
 def pending(backend: Backend) -> list[CommitRecord]:
-    """Return the checkpoints of one tier that have yet to be copied, the lowest step first.
+    """Return one tier's checkpoints with pending copies, lowest step first.
 
     Raises:
         StorageError: The tier does not answer.
@@ -234,6 +234,6 @@ def _marked(backend: Backend) -> set[str]:
 
 
 def by_age(backend: Backend) -> list[CommitRecord]:
-    """Return all readable commit records of one tier, the lowest step and generation first."""
+    """Return all readable commit records of one tier, lowest step and generation first."""
     records = survey_records(backend).records.values()
     return sorted(records, key=lambda record: (record.step, record.generation))

@@ -1,4 +1,4 @@
-"""The casts between float dtypes of a restore with `cast=`, and the sink that does them."""
+"""The float casts of a restore with `cast=`, and the sink that performs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIECE_BYTES = 1 << 20  # of a piece for a sink without a view of its memory
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether `cast=` converts: the specs differ only in the format of floats."""
+    """Return whether `cast=` can convert: the specs differ only in the float dtype."""
     known = all(FLOAT_DTYPES.get(each.dtype) == each.itemsize for each in (spec, stored))
     return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 
@@ -22,9 +22,9 @@ def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
 class CastSink(ByteSink):
     """Converts each element on its way into `inner`, rounded to nearest even.
 
-    Converts each piece on the thread that delivers it, into the memory of `inner` if that is flat,
-    else through 1 MiB of scratch. Pieces come in any order, from several threads, and may split an
-    element, whose bytes are kept until all have arrived.
+    The thread that delivers a piece converts it, directly into the memory of `inner` if that is
+    flat, else through 1 MiB of scratch. Pieces come in any order, from several threads. They may
+    split an element, whose bytes are kept until all have arrived.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class CastSink(ByteSink):
     )
 
     def __init__(self, inner: ByteSink, dtype: TensorSpec, into: TensorSpec) -> None:
-        """Make a sink for elements as in `dtype`; `inner` takes them as in `into`."""
+        """Make a sink that takes elements of `dtype` and passes elements of `into` to `inner`."""
         self._inner = inner
         self._dtype = dtype
         self._into = into
@@ -52,7 +52,7 @@ class CastSink(ByteSink):
         self._split: dict[int, tuple[bytearray, bytearray]] = {}
 
     def view(self) -> memoryview | None:
-        """Return None: no memory holds the unconverted elements."""
+        """Return None, since no memory holds the unconverted elements."""
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
@@ -79,7 +79,7 @@ class CastSink(ByteSink):
         self._inner.written()
 
     def _place(self, first: int, data: memoryview) -> None:
-        """Convert whole elements, the first of which has the number `first`."""
+        """Convert whole elements, beginning with element number `first`."""
         size, into = self._dtype.itemsize, self._into.itemsize
         at, length = first * into, data.nbytes // size * into
         target = self._inner.view()

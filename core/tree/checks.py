@@ -1,4 +1,4 @@
-"""Checks what providers return, and names them in errors; refuses what no checkpoint can hold.
+"""Checks of providers' results and of the format's limits; errors name the provider.
 
 Tested in `tests/integration/faults/test_broken_contracts.py`.
 """
@@ -54,10 +54,10 @@ def asked(
     *args: object,
     context: object,
 ) -> T:
-    """Return what a method of a provider returns; `what` names the call in errors.
+    """Call a provider's method and return the result; `what` names the call in errors.
 
     Raises:
-        PluginError: The method raised something that the contract does not list.
+        PluginError: The method raised an error that the contract does not list.
     """
     try:
         return ask(*args, context=context)
@@ -89,17 +89,17 @@ def naming(item: Found, what: str) -> Iterator[None]:
 def checked_entries(
     provider: StateProvider, entries: Iterable[object], path: ObjectPath, forms: AbstractSet[str], /
 ) -> Iterator[StateObject | Node]:
-    """Pass on the entries that one call of `describe` yields, if core can store them.
+    """Yield the entries of one `describe` call, if core can store them.
 
     Args:
         provider: The provider that yields them.
         entries: The entries of a value at `path`, including those of its children.
         path: The path of the value.
-        forms: All forms that a provider can build again.
+        forms: All forms that some provider can rebuild.
 
     Raises:
-        PluginError: An entry is of a wrong type, cannot be stored or built again, or has a
-            path that was yielded before. Only the provider's author can fix that.
+        PluginError: An entry has a wrong type, cannot be stored or rebuilt, or repeats a path. Only
+            the provider's author can fix that.
     """
     seen: set[ObjectPath] = set()
     for entry in entries:
@@ -131,7 +131,7 @@ def check_path(path: ObjectPath) -> None:
     """Check the path of an entry against the limits of the format, before anything is stored.
 
     Raises:
-        UnsupportedStateError: It is beyond a limit; names the path and a remedy.
+        UnsupportedStateError: It exceeds a limit; the error names the path and a remedy.
     """
     if len(path) > MAX_SAVED_SEGMENTS:
         _refuse(path, f"is nested more than {MAX_SAVED_SEGMENTS} levels deep: flatten the state")
@@ -143,7 +143,7 @@ def check_spec(spec: TensorSpec, path: ObjectPath) -> None:
     """Check the spec of the object at `path` against the limits of the format.
 
     Raises:
-        UnsupportedStateError: It is beyond a limit; names the path and a remedy.
+        UnsupportedStateError: It exceeds a limit; the error names the path and a remedy.
     """
     if len(spec.shape) > MAX_DIMENSIONS:
         many = len(spec.shape)
@@ -203,7 +203,7 @@ def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
 
 
 def _is_plain(meta: dict[Any, Any]) -> bool:
-    """Return whether a dict clearly survives JSON, as for each parameter of an optimizer."""
+    """Return whether a dict clearly survives JSON; False if it needs the full check."""
     for key, value in meta.items():
         if type(key) is not str:
             return False
@@ -222,7 +222,7 @@ def checked_placement(
     """Return a provider's placement; errors of its `finish` will name the provider and the path.
 
     Raises:
-        PluginError: The call that `what` names returned something else.
+        PluginError: The call that `what` names did not return a Placement.
     """
     if not isinstance(placement, Placement):
         msg = f"{what} returned {type(placement).__name__}, not a Placement"

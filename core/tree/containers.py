@@ -1,7 +1,7 @@
-"""Containers of a state tree: finds them, turns them into nodes, and builds them again.
+"""Containers of a state tree: finding them, turning them into nodes, and rebuilding them.
 
-A dict, list or tuple with a tensor or another provider's object anywhere below it is a container;
-otherwise it is one value, which is stored and replaced whole.
+A dict, list or tuple with a tensor or another provider's object anywhere below it is a container.
+Otherwise it is one value, which is stored and replaced whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEY_TYPES: dict[type, str] = {int: "int", bool: "bool", float: "float", type(No
 
 
 def is_nothing(value: object) -> bool:
-    """Return whether a rank has nothing here: None, or an empty dict, list or tuple."""
+    """Return whether `value` counts as nothing: None, or an empty dict, list or tuple."""
     return value is None or (type(value) in {dict, list, tuple} and not value)
 
 
@@ -99,7 +99,7 @@ class Scan:
             object.
 
     Raises:
-        UnsupportedStateError: A container holds itself.
+        UnsupportedStateError: A container contains itself.
     """
 
     def __init__(self, providers: Providers, *, thorough: bool = True) -> None:
@@ -123,7 +123,7 @@ class Scan:
                 yield Found((*entry.path, _segment(name)), entry.provider, child)
 
     def provider_for(self, kind: type) -> StateProvider | None:
-        """Return the provider of `kind`; None if only the value provider is left."""
+        """Return the provider of `kind`; None if only the value provider takes it."""
         if kind in self._by_type:
             return self._by_type[kind]
         provider = self._providers.for_type(kind)
@@ -166,7 +166,7 @@ class Scan:
         return holds
 
     def _find(self, value: Any, path: ObjectPath) -> bool | None:
-        """Return whether `value` is an object; None: it is a container, which may hold some."""
+        """Return whether `value` is an object; None if it may be a container of objects."""
         kind = type(value)
         if kind in _PLAIN:
             return False
@@ -186,9 +186,9 @@ class Scan:
     def _are_found(
         self, path: ObjectPath, names: Sequence[object], children: Sequence[object]
     ) -> bool:
-        """Note children that all have one type that a provider claims; False: they do not.
+        """Record children that all have one claimed type; return False if they do not.
 
-        Visiting each of fifty thousand tensors would take a while.
+        Visiting each of fifty thousand tensors would be slow.
         """
         kinds = set(map(type, children))
         if len(kinds) != 1 or kinds <= _PLAIN:
@@ -214,7 +214,8 @@ def key_segment(key: object, path: ObjectPath) -> str:
     """Return the path segment of a dict key: the key's plain text.
 
     Raises:
-        UnsupportedStateError: A container's keys can only be str, int, bool, float and None.
+        UnsupportedStateError: The key is not a str, int, bool, float or None, or has no usable
+            text.
     """
     if type(key) is str:
         return key
@@ -243,7 +244,7 @@ def _comes_back(key: float) -> bool:
 
 
 def key_types(keys: Sequence[object]) -> str | dict[str, str] | None:
-    """Return the key types for a dict's node: one type for all, or the type of each segment."""
+    """Return the key types for a dict's node: one for all, or one per segment; None for strings."""
     kinds = {type(key) for key in keys}
     if not kinds or kinds == {str}:
         return None
@@ -253,10 +254,10 @@ def key_types(keys: Sequence[object]) -> str | dict[str, str] | None:
 
 
 def key_from_segment(segment: str, kinds: str | dict[str, str] | None, path: ObjectPath) -> object:
-    """Return the key of a segment: the inverse of `key_segment`, by the types of `key_types`.
+    """Return the key of a segment: the inverse of `key_segment`, given the `key_types`.
 
     Raises:
-        FormatError: Segment and types do not fit.
+        FormatError: The segment does not fit its type.
     """
     kind = kinds.get(segment) if isinstance(kinds, dict) else kinds
     constants = {"True": True, "False": False, "None": None}
@@ -278,10 +279,10 @@ def key_from_segment(segment: str, kinds: str | dict[str, str] | None, path: Obj
 
 
 def dict_meta(value: dict[Any, Any], path: ObjectPath) -> dict[str, Any]:
-    """Return the node's description of a container dict: its class, and the types of its keys.
+    """Return the class of a container dict as metadata for its node.
 
     Raises:
-        UnsupportedStateError: The dict is of a class that cannot be built again.
+        UnsupportedStateError: The class cannot be rebuilt.
     """
     kind = type(value)
     if kind is dict:
@@ -311,7 +312,7 @@ def make_dict(meta: dict[str, Any], path: ObjectPath) -> dict[Any, Any]:
     """Return an empty dict of the class that `dict_meta` described.
 
     Raises:
-        FormatError: `dict_meta` does not make such a description.
+        FormatError: `meta` is not in the format of `dict_meta`.
     """
     match meta.get("class"):
         case None:
@@ -348,7 +349,7 @@ def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
 
 
 def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, ...]:
-    """Build what `tuple_class` described; never imports a module because a checkpoint names it.
+    """Build a tuple of the class that `tuple_class` named; never imports a module for it.
 
     Raises:
         UnsupportedStateError: The class is not loaded, or is not a named tuple.

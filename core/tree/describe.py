@@ -1,4 +1,4 @@
-"""Describes a state tree: its objects and nodes in order, and which memory may be deferred.
+"""The description of a state tree: its objects and nodes, and the memory that may be deferred.
 
 Tested in `tests/providers/test_tensor.py`.
 """
@@ -80,9 +80,9 @@ class Description:
         deferrable: The paths of the objects that only steps of optimizers in this tree change.
         providers_used: Name and version of every provider used, sorted.
         own_paths: The paths at or below which each rank has its own objects.
-        shared: Index and count of each `PerRank` that has them, by its shown path: ranks that give
-            one index store the same.
-        seen: The objects of providers that claim memory, or name what is left out.
+        shared: Index and count of each `PerRank` with an index, by its shown path. Ranks with the
+            same index store the same objects.
+        seen: The objects of providers that claim memory, or name state that is left out.
         scan: The providers' objects in the tree.
     """
 
@@ -115,8 +115,8 @@ def describe_tree(
         known: Results of the last save.
 
     Raises:
-        UnsupportedStateError: Something in the tree cannot be saved; names its path.
-        PluginError: Two providers claim one type, or one breaks its contract; names both.
+        UnsupportedStateError: Something in the tree cannot be saved; the error names its path.
+        PluginError: Two providers claim one type, or one breaks its contract; the error names them.
         TornSnapshotError: Other threads keep moving tensors of the tree to other memory.
     """
     root = check_root(state)
@@ -140,7 +140,7 @@ def describe_tree(
 def _moved(entries: Iterable[StateObject | Node]) -> list[StateObject]:
     """Return the objects that have moved since they were described.
 
-    Freed memory is reused: two tensors that had one address in turn would look like one tensor.
+    Freed memory is reused, so two tensors that had one address in turn would look like one tensor.
     """
     objects = [entry for entry in entries if type(entry) is StateObject]
     places = places_of([entry.source for entry in objects])
@@ -179,7 +179,7 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
 
 
 def warn_of_forms(description: Description, providers: Providers) -> None:
-    """Warn once about each form that `load` could not build again.
+    """Warn once about each form that `load` could not rebuild.
 
     A restore into a template needs no form, so the save is not refused.
     """
@@ -193,7 +193,7 @@ def warn_of_forms(description: Description, providers: Providers) -> None:
 
 
 def check_root(state: object) -> dict[Any, Any]:
-    """Return the root of a state tree as a dict; the root itself if `load` can build its class.
+    """Return the root of a state tree as a dict; the root itself if `load` can rebuild its class.
 
     Raises:
         UnsupportedStateError: The root is not a mapping.
@@ -229,7 +229,7 @@ class NameTable:
     """The names that the modules of a tree give to tensors.
 
     Args:
-        scan: Has the objects of the tree.
+        scan: The scan of the tree.
         known: Results of the last save.
     """
 
@@ -363,7 +363,7 @@ class _Describing(DescribeContext):
         return self._names.names(tensor)
 
     def sources_of(self, values: Sequence[object]) -> list[ByteSource] | None:
-        """Return the sources of exactly these objects; None if one was not described together."""
+        """Return the sources of these values; None if `describe_all` did not describe them all."""
         if self._sources is None:
             self._sources = {}
             for some, objects in self._together:
@@ -379,7 +379,7 @@ class _Describing(DescribeContext):
         return any(path[: len(own)] == own for own in self.own_paths)
 
     def _child(self, value: Any, path: ObjectPath, *, late: bool) -> Iterable[StateObject | Node]:
-        """Describe a child of a container; `late`: the container belongs to no provider."""
+        """Describe a child of a container; `late` means that no provider owns the container."""
         provider = self._scan.provider_for(type(value))
         if late and provider is None and self._scan.is_container(value, path):
             return self._container(value, path, late=True)
@@ -407,7 +407,7 @@ class _Describing(DescribeContext):
         return self._described(provider, value, path)
 
     def _nature(self, provider: StateProvider, kind: type) -> Literal["error", "keep"] | None:
-        """Return `on_other_ranks` of the provider, if there are others; kept for each type."""
+        """Return the provider's `on_other_ranks` for a type, cached; None if there is one rank."""
         if self.world_size == 1:
             return None
         if kind not in self._natures:
@@ -415,7 +415,7 @@ class _Describing(DescribeContext):
         return self._natures[kind]
 
     def _implements_more(self, provider: StateProvider) -> bool:
-        """Note that a provider is used; return whether it implements more than `describe`."""
+        """Record that a provider is used; return whether it implements more than `describe`."""
         more = self.used.get(provider)
         if more is None:
             more = self.used[provider] = _implements_more(type(provider))
@@ -537,7 +537,7 @@ class _Describing(DescribeContext):
         return [Node(path, "dict", meta)] if meta or not value else [], segments
 
     def _provider_of_all(self, kind: type) -> StateProvider | None:
-        """Return the provider that describes all values of a type at once; None: one by one."""
+        """Return the provider that describes all values of a type at once; None if none does."""
         provider = self._scan.provider_for(kind)
         if provider is None or provider.describes_last:
             return None
@@ -548,7 +548,7 @@ class _Describing(DescribeContext):
     def _all_at_once(
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
     ) -> tuple[Iterable[StateObject | Node], Sequence[StateObject] | None]:
-        """Return a provider's entries, twice if they are one object for each value, else None."""
+        """Return a provider's entries, again as objects if each value is one object, else None."""
         above, ask = paths[0][:-1], provider.describe_all
         entries = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         if (
@@ -559,7 +559,7 @@ class _Describing(DescribeContext):
             or not self._forms.issuperset(map(_form, entries))
         ):
             return entries, None
-        if not is_foreign(provider):  # the sources of ours are the memory of the values
+        if not is_foreign(provider):  # our providers' sources are the memory of the values
             self._together.append((values, entries))
         return entries, cast("list[StateObject]", entries)
 
@@ -650,7 +650,7 @@ def _tied(entries: Sequence[StateObject | Node]) -> list[StateObject | Node]:
 
 
 def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> ObjectPath:
-    """Return the path of the first object with the memory of this one."""
+    """Return the path of the first object with the same memory."""
     memory: object = entry.source.memory
     if memory is None:
         memory = tuple(piece.memory for piece in entry.source.pieces())
@@ -663,7 +663,7 @@ def _owner(entry: StateObject, owners: dict[tuple[object, ...], ObjectPath]) -> 
 
 
 def _implements_more(kind: type[StateProvider]) -> bool:
-    """Return whether providers of this class name claimed memory, or objects left out."""
+    """Return whether a provider class implements more than `describe`, such as `left_out`."""
     return (
         kind.claimed_memory is not StateProvider.claimed_memory
         or kind.unsteady_memory is not StateProvider.unsteady_memory

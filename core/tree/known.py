@@ -1,4 +1,4 @@
-"""Results of the last save, kept for the next one, which usually gets the same."""
+"""Results of the last save, kept because the next save usually needs the same."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ T = TypeVar("T")
 class Known:
     """Results of the last save, each with its basis: everything that it depends on.
 
-    A save whose state has the names and shapes of the last one need not make its paths, nodes and
-    cuts again. A basis has names, shapes and numbers, never tensors or other state, which would
-    keep the user's memory alive. Nothing changes a basis or a result once it is here.
+    A state with the names and shapes of the last save needs no new paths, nodes and cuts. A basis
+    has names, shapes and numbers, never tensors or other state, which would keep the user's memory
+    alive. No code changes a basis or a result that is stored here.
 
-    Each save has its own `Known`: another thread, or a signal handler, may describe meanwhile, and
-    sees either all results of the last save or all of the previous one.
+    Each save has its own `Known`. Another thread, or a signal handler, may describe meanwhile, and
+    sees either all results of the last save or all of the previous save.
 
     Args:
-        last: The `Known` of the last save; None: nothing is known.
+        last: The `Known` of the last save, if any.
     """
 
     def __init__(self, last: Known | None = None) -> None:
@@ -29,11 +29,11 @@ class Known:
         self._now: dict[Hashable, tuple[object, object]] = {}
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T]) -> T:
-        """Return the last result of `make` at this place if its basis was equal, else call it.
+        """Return the last result of `make` at this place if its basis was equal, else a new result.
 
         Args:
-            place: Names the result, and its part of the tree.
-            basis: All that the result depends on, besides `place`.
+            place: The name of the result, and its part of the tree.
+            basis: Everything that the result depends on, besides `place`.
             make: Makes the result.
         """
         known = self._before.get(place)

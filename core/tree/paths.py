@@ -1,7 +1,7 @@
-"""Parses the shown form of object paths, and hashes paths.
+"""The shown form of object paths, its parsing, and the hashing of paths.
 
 The shown form joins the segments by `/`, with `%` as `%25`, `/` as `%2F` and an empty segment as
-`%00`. Parsing inverts showing; code compares tuples, never the shown text.
+`%00`. Parsing is the inverse of showing. Code compares tuples, never the shown text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def show_paths(paths: Sequence[ObjectPath]) -> list[str]:
 
 
 def path_hash(path: ObjectPath) -> int:
-    """Return the 64-bit hash (xxh3) of the shown path; the index is sorted by it.
+    """Return the 64-bit hash (xxh3) of the shown path, by which the index is sorted.
 
     Lone surrogates, which a Python string may hold, are hashed as their three UTF-8-like bytes.
     """
@@ -111,9 +111,9 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def shown_place(path: ObjectPath) -> str:
-    """Return the shown path of a `PerRank` as ranks post it.
+    """Return the shown path of a `PerRank`, shortened for the posts of ranks.
 
-    Its JSON is short enough that a post has room for all of them.
+    Its JSON is so short that a post has room for all such paths.
     """
     shown = show_path(path)
     if _json_bytes(shown) <= _PLACE_BYTES:

@@ -1,4 +1,4 @@
-"""Compiles patterns over object paths; `select` describes their syntax.
+"""Compiled patterns over object paths; `select` describes their syntax.
 
 Tested in `tests/core/tree/test_select.py`.
 """
@@ -60,13 +60,13 @@ class Prefix:
         return lambda segment: segment == mine or segment.startswith(more)
 
     def words(self) -> Sequence[str]:
-        """Return words that begin segments of each path that the pattern matches."""
+        """Return the words that begin some segments of every matching path."""
         return self.path
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree(Prefix):
-    """A prefix that ends at a `/` only: matches one path and everything below it."""
+    """A prefix that ends only at a `/`: matches one path and everything below it."""
 
     def matches(self, path: ObjectPath) -> bool:
         """Return whether `path` is the root of the subtree, or below the root."""
@@ -120,7 +120,7 @@ class Glob:
         return lambda segment: any(t is not None and t.fullmatch(segment) for t in tests)
 
     def words(self) -> Sequence[str]:
-        """Return words that begin segments of each path that the pattern matches."""
+        """Return the words that begin some segments of every matching path."""
         return self.literals
 
     def _steps(self, path: ObjectPath) -> Iterator[set[int]]:

@@ -1,7 +1,7 @@
 """Plans the restore of a stored tree into a template, and finds targets that share memory.
 
 Two views of one tensor, such as `w` and `w[5]`, are stored as two objects. If both were read
-straight into place, the later one would silently win, or intact bytes would look damaged. So such
+directly into place, the later read would silently win, or intact bytes would look damaged. So such
 targets are filled only if the stored bytes agree about the shared memory.
 
 Tested in `tests/core/tree/test_place.py`.
@@ -85,7 +85,7 @@ class Placing(Rebuilding):
         selected: Whether the object at a path of the template is selected.
         allow_pickle: Whether stored pickles may be loaded.
         cast: Whether stored floats may be converted to the template's dtypes.
-        below: Which segments right below a path of the template lead to something selected, as
+        below: Returns which segments directly below a path lead to a selected path, like
             `Selection.below`. The rest of the template is not visited.
     """
 
@@ -112,10 +112,10 @@ class Placing(Rebuilding):
     def place_tree(self, state: object) -> Placement:
         """Plan the restore of the selected objects into the template `state`.
 
-        The result is already compared: `targets` fit the stored objects, `missing` lists what only
-        the template has, and `problems` every other difference. Targets of tied objects share one
-        sink. `finish()` assigns the values, sets random state last, and returns `state`; before
-        that only the memory of targets changes.
+        The result is already compared: `targets` fit the stored objects, `missing` lists objects
+        that only the template has, and `problems` lists every other difference. Targets of tied
+        objects share one sink. `finish()` assigns the values, sets random state last, and returns
+        `state`. Before that, only the memory of targets changes.
 
         Raises:
             UnsupportedStateError: The template, or a stored value, cannot be handled.
@@ -215,7 +215,7 @@ class Placing(Rebuilding):
     def _place_container(
         self, value: Any, path: ObjectPath, *, fixed: str | None = None
     ) -> Placement:
-        """Plan the restore into a dict, list or tuple; `fixed` is why it accepts no new values."""
+        """Plan the restore into a dict, list or tuple; `fixed` names a kind with fixed items."""
         result = Placement()
         if self._is_other_kind(value, path, result):
             return result
@@ -305,7 +305,7 @@ class Placing(Rebuilding):
         return [item for item in children if not (is_nothing(item[2]) and self._is_above(item[1]))]
 
     def _fixed(self, child: object, path: ObjectPath, placed: Placement, fixed: str) -> list[str]:
-        """Check a value that cannot be replaced, as in a tuple: it may equal the stored one."""
+        """Return problems of an irreplaceable value, unless it equals the stored value."""
         shown = show_path(path)
         if placed.replaces:
             problem = (
@@ -318,7 +318,7 @@ class Placing(Rebuilding):
         return [f"{shown} is in {fixed} and differs from the stored value: {_ADVICE[fixed]}"]
 
     def _is_stored(self, value: object, path: ObjectPath) -> bool:
-        """Return whether `value` has the bytes of the stored one (`nan == nan`, `1 != True`)."""
+        """Return whether `value` has the stored value's bytes (`nan == nan`, `1 != True`)."""
         stored = self._chosen[path]
         try:
             tree = {"": value}
@@ -336,7 +336,7 @@ class Placing(Rebuilding):
         return any(path[: len(own)] == own for own in self._own)
 
     def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of a value that always differs between ranks, without a marker."""
+        """Plan the restore of an unmarked value that always differs between ranks."""
         result = self._place_per_rank(value, path)
         finish: Any = result.finish
         if finish is not None:
@@ -365,7 +365,7 @@ class Placing(Rebuilding):
     def _place_of_other_ranks(
         self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
-        """Plan the `on_change` of a value that another number of ranks stored."""
+        """Plan the restore, by `on_change`, of a value that another number of ranks stored."""
         singular, plural = ("rank", "ranks") if value.index is None else ("index", "indices")
         number = f"{len(stored)} {plural if len(stored) > 1 else singular}"
         shown = f"{show_path(path)} is stored for {number}, but this job has {count}"
@@ -393,8 +393,8 @@ class Placing(Rebuilding):
                 live.load_state_dict(chosen)
             except Exception as error:
                 msg = (
-                    f"{show_path(path)}: load_state_dict failed on what on_change returned: "
-                    f"{type(error).__name__}: {error}. The object is undefined now."
+                    f"{show_path(path)}: load_state_dict failed on the result of on_change: "
+                    f"{type(error).__name__}: {error}. The object's state is undefined."
                 )
                 raise RestoreError(msg) from error
             return value
@@ -403,7 +403,7 @@ class Placing(Rebuilding):
         return result
 
     def _is_other_kind(self, value: object, path: ObjectPath, result: Placement) -> bool:
-        """Note a problem if the checkpoint has something other than such a container."""
+        """Return whether the checkpoint has another kind of object here, and report it."""
         shown = show_path(path)
         here = type(value).__name__
         node = self._nodes.get(path)
@@ -477,10 +477,10 @@ def overlapping(targets: Iterable[Target]) -> list[list[Target]]:
 def disagreements(group: Sequence[Target], stored: Mapping[int, memoryview]) -> list[str]:
     """Return why `group` cannot be filled with the bytes in `stored`, as sentences.
 
-    `stored` has the bytes of each target by the identity of its sink.
+    `stored` has the bytes of each target by the id of its sink.
 
-    Writes all of them into a scratch copy of the memory that they span: a target whose bytes are
-    not there afterwards was overwritten by another. Takes time and memory linear in the group.
+    All bytes are written into a scratch copy of the memory that they span. A target whose bytes are
+    not there afterwards was overwritten by another. Time and memory are linear in the group.
     """
     contents = {id(t.sink): _as_memory(t, stored[id(t.sink)]) for t in group}
     losers = _overwritten(group, contents)
@@ -527,7 +527,7 @@ def _view(scratch: _Bytes, target: Target, low: int) -> _Bytes:
 
 
 def _as_memory(target: Target, data: memoryview) -> _Bytes:
-    """Return the bytes as they are in memory: some views of torch flip signs."""
+    """Return the bytes as they are in memory, since some torch views flip signs."""
     memory, size = target.sink.memory, target.spec.itemsize
     assert memory is not None
     parts = 2 if memory.dtype.startswith("complex") else 1

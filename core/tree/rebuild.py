@@ -89,17 +89,17 @@ class Rebuilding(PlaceContext):
         return spec == stored or (self._cast and may_cast(spec, stored))
 
     def rebuild_tree(self, *, device: str | None, at: ObjectPath = ()) -> Placement:
-        """Plan building the selected objects; `finish()` returns the dict.
+        """Plan the building of the selected objects; `finish()` returns the dict.
 
-        With `at`, builds and returns only the object or container at that path. Modules are
-        returned as dicts for their `load_state_dict`, lists with only some items selected as dicts
-        by index. Tied tensors are one tensor again.
+        With `at`, it builds and returns only the object or container at that path. Modules become
+        dicts for their `load_state_dict`. Lists with only some items selected become dicts by
+        index. Tied tensors are one tensor again.
 
         Raises:
             ConfigError: There is no such device.
-            SelectionError: Only part of something is selected that can only be built whole.
+            SelectionError: Only part of an object is selected that can only be built whole.
             UnsupportedStateError: A stored value cannot be handled.
-            FormatError: Something stored cannot be decoded.
+            FormatError: A stored object cannot be decoded.
         """
         _check_device(device)
         try:
@@ -112,8 +112,8 @@ class Rebuilding(PlaceContext):
     def restored_value(self, path: ObjectPath) -> object:
         """Return a selected value for the report.
 
-        A constant is the object that was decoded for the state. Any other value is decoded again:
-        otherwise the value in the report would change with the state as training continues.
+        A constant is the object that was decoded for the state. Any other value is decoded again,
+        so that the report does not change with the state as training continues.
 
         Raises:
             KeyError: There is no selected value object at `path`.
@@ -171,7 +171,7 @@ class Rebuilding(PlaceContext):
         return self._selected(path)
 
     def provider_version(self, name: str, /) -> int | None:
-        """Return the version of provider `name` that the save used; None: it was not used."""
+        """Return the version of provider `name` that the save used; None if it was not used."""
         return self._versions.get(name)
 
     def whole(self, path: ObjectPath, /) -> PlaceContext:
@@ -247,7 +247,7 @@ class Rebuilding(PlaceContext):
         return built
 
     def _note_constant(self, built: Placement, path: ObjectPath) -> None:
-        """Keep a result of `finish` that is immutable, for `restored_value`."""
+        """Keep an immutable result of `finish` for `restored_value`."""
         call = built.finish
         if call is None:
             return
@@ -277,7 +277,8 @@ class Rebuilding(PlaceContext):
         """Return the provider that builds the node or object.
 
         Raises:
-            PluginError: There is none; names the missing plugins and how to load without them.
+            PluginError: There is none; the error names the missing plugins and how to load without
+                them.
         """
         try:
             provider = self._providers.for_form(stored.form)
@@ -296,10 +297,10 @@ class Rebuilding(PlaceContext):
         return provider
 
     def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
-        """Check that no later version of the provider stored this: its meaning may have changed.
+        """Check that no later provider version stored this, since its meaning may have changed.
 
         Raises:
-            PluginError: The checkpoint has a later version; names both, and the upgrade.
+            PluginError: The checkpoint has a later version; the error names both, and the upgrade.
         """
         version = self._versions.get(provider.name, 0)
         if version <= provider.version:
@@ -359,7 +360,7 @@ def _place_of(target: Target) -> tuple[MemoryKey | None, tuple[Region, ...]]:
 
 
 def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> list[Target]:
-    """Give targets of the same memory one sink where the stored objects are tied, too.
+    """Give targets of the same memory one sink if the stored objects are tied too.
 
     Other targets of the same memory keep their sinks: `place.disagreements` compares their bytes.
     """
@@ -380,10 +381,10 @@ def _tied(targets: list[Target], aliases: Mapping[ObjectPath, ObjectPath]) -> li
 
 
 def are_disjoint(targets: Sequence[Target]) -> bool:
-    """Return whether no two targets share memory, as in nearly every state; False: some may.
+    """Return whether certainly no two targets share memory, as in nearly every state.
 
-    Uses addresses alone if all are in host memory: a `MemoryKey` of each would take longer. A third
-    party's sink may keep its bytes outside the memory that it names.
+    Compares only addresses, since a `MemoryKey` of each target would take longer. Returns False if
+    a target is not in host memory, or has a third party's sink, which may keep its bytes elsewhere.
     """
     if any(map(is_foreign, {type(target.sink): target.sink for target in targets}.values())):
         return False
@@ -433,7 +434,7 @@ def _other_kind(path: ObjectPath, stored: str) -> Difference:
 
 
 def settled(placement: Placement) -> Placement:
-    """Have the root's `finish` also run the calls that must come last."""
+    """Make the root's `finish` also run the calls that must come last."""
     # Must not refer to the placement: a cycle would keep targets' memory alive after the restore.
     finish, settle = placement.finish, placement.settle
 

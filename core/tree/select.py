@@ -32,7 +32,7 @@ _NEAREST = 3
 
 
 class Selection:
-    """`include` and `exclude`, compiled once.
+    """Selects objects by `include` and `exclude`, which are compiled once.
 
     Args:
         include: A pattern or several; None selects everything.
@@ -51,10 +51,15 @@ class Selection:
 
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
-        """Return a selection of `path` and all below it only (a pattern also ends at a dot)."""
+        """Return a selection of exactly `path` and its subtree; a pattern also ends at a dot."""
+        return cls.subtrees([path])
+
+    @classmethod
+    def subtrees(cls, paths: Iterable[ObjectPath]) -> Selection:
+        """Return a selection of exactly these paths and their subtrees."""
         selection = cls()
-        selection._include = (Subtree(show_path(path), path),)
-        selection._needles = [[_json_of(word) for word in path]]
+        selection._include = tuple(Subtree(show_path(path), path) for path in paths)
+        selection._needles = [[_json_of(word) for word in p.path] for p in selection._include]
         return selection
 
     @property
@@ -107,7 +112,7 @@ class Selection:
         return tests[0] if tests else False
 
     def occurs_in(self, text: bytes) -> bool:
-        """Return whether the JSON may hold a touched path; True if a quick check is not enough."""
+        """Return whether the JSON text may hold a touched path; False is certain, True is not."""
         if b"\\" in text:  # the same string can be escaped in many ways
             return True
         return any(all(needle in text for needle in needles) for needles in self._needles)
@@ -139,10 +144,11 @@ class Selection:
 class Rename:
     """Maps stored paths to paths of the template, for renamed keys.
 
-    A mapping goes from prefix to prefix of the shown path. A prefix ends where a segment ends or
-    at a `.` (`{"model/enc": "model/encoder"}` moves `model/enc.0.weight` too); a prefix with a `/`
-    or `.` at its end is replaced literally, so `{"model/module.": "model/"}` strips a wrapper's
-    name. The longest prefix wins. A callable gets each shown path and returns the new one.
+    A mapping replaces a prefix of the shown path by another prefix. A prefix ends where a segment
+    ends or at a `.` (`{"model/enc": "model/encoder"}` moves `model/enc.0.weight` too). A prefix
+    with a `/` or `.` at its end is replaced literally, so `{"model/module.": "model/"}` strips a
+    wrapper's name. The longest prefix wins. A callable gets each shown path and returns the new
+    path.
 
     Raises:
         SelectionError: The mapping does not map strings to strings.
@@ -234,7 +240,7 @@ def _has_prefix(shown: str, prefix: str) -> bool:
 
 
 def nothing_for(pattern: Prefix | Glob, known: Sequence[ObjectPath]) -> str:
-    """Return the message for a pattern that matches none of `known`; it has the nearest names."""
+    """Return the message for a pattern that matches none of `known`, with the nearest names."""
     whole = next((path for path in known if pattern.is_within(path)), None)
     if whole is not None:
         return (

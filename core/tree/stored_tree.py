@@ -22,8 +22,9 @@ class StoredTree:
         values: Bytes of the selected value objects.
         aliases: Path of a tied object -> path of its owner, whose bytes it shares.
         providers: Providers that the save used, with their versions.
-        plugins: Third-party ones among them (`"provider acme"`), with their distributions.
-        whole: Returns everything at and below a path, selected or not; None if the tree has it all.
+        plugins: Third-party plugins among them (`"provider acme"`), with their distributions.
+        whole: Returns everything at and below a path, selected or not; None if this tree has
+            everything.
     """
 
     objects: Sequence[StoredObject]
@@ -38,8 +39,8 @@ class StoredTree:
 class PathTree:
     """Finds the children of each path, in the order of the paths.
 
-    Takes memory in proportion to the text of the paths. A set of all their prefixes would grow
-    with the square of their depth: 10 KB of stored paths took 1.3 GB.
+    The memory is proportional to the text of the paths. A set of all their prefixes would grow with
+    the square of their depth: 10 KB of stored paths took 1.3 GB.
 
     Args:
         paths: Any number of paths.

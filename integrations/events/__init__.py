@@ -1,7 +1,7 @@
 """Sinks for events: logs, Prometheus, OpenTelemetry, TensorBoard and Weights & Biases.
 
-A checkpointer takes `Sinks` as `on_event`. It passes events on to each sink on its own
-thread. A sink imports its host when it is made; hosts of other sinks are never imported.
+A checkpointer takes `Sinks` as `on_event`. `Sinks` passes events to each sink on that sink's own
+thread. A sink imports only its own library, when it is made.
 """
 
 from penstock.integrations.events.libraries import OpenTelemetrySink, TensorBoardSink, WandbSink

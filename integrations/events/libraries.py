@@ -1,7 +1,7 @@
-"""Sinks of other libraries: TensorBoard, Weights & Biases, OpenTelemetry.
+"""Sinks for other libraries: TensorBoard, Weights & Biases, OpenTelemetry.
 
-Each library is imported when its sink is made. OpenTelemetry needs only its API: the user
-chooses the SDK and the exporter.
+Each sink imports its library when it is made. OpenTelemetry needs only its API: the user chooses
+the SDK and the exporter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ATTRIBUTES = ("uid", "engine", "objects", "bytes_raw", "bytes_stored", "bytes_r
 
 
 def host(module: str, extra: str) -> Any:
-    """Import a module of a host.
+    """Import a module of a sink's library.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The module cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -42,9 +42,9 @@ def host(module: str, extra: str) -> Any:
 
 
 def curves(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of an event by name; empty for an event that has none.
+    """Return an event's figures by name; empty if it has none.
 
-    Times are seconds. Bytes of a save are those of all ranks together.
+    Times are seconds. The bytes of a save are the total of all ranks.
     """
     match event["kind"]:
         case "durable":
@@ -64,7 +64,7 @@ def curves(event: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoardSink(Sink):
     """Writes scalars `penstock/...` by step, into its own event files.
 
-    The writer of the training loop is left alone: it may be in use on another thread.
+    It does not use the training loop's writer, which may be in use on another thread.
     """
 
     def __init__(self, logdir: str | os.PathLike[str]) -> None:
@@ -93,11 +93,11 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Logs `penstock/...` to a run of Weights & Biases, over the step metric `penstock/step`.
+    """Logs `penstock/...` to a run of Weights & Biases, against the step metric `penstock/step`.
 
-    A save becomes durable some training steps later, and W&B drops figures for an earlier step of
-    its own counter. So these figures have their own step metric. They are logged without a commit:
-    they go into the row that the training loop commits next, and never advance the counter of the
+    A save becomes durable some training steps later, and W&B drops figures for a step below its own
+    counter. So these figures have their own step metric. They are logged without a commit: W&B adds
+    them to the row that the training loop commits next, and they never advance the counter of the
     loop's own `log(..., step=...)`.
     """
 
@@ -105,7 +105,7 @@ class WandbSink(Sink):
         """Choose the run.
 
         Args:
-            run: The run that `wandb.init` returned; default: the one that is active.
+            run: The run that `wandb.init` returned; default: the active run.
 
         Raises:
             ConfigError: W&B is not installed, or no run is active.
@@ -128,8 +128,8 @@ class WandbSink(Sink):
 class OpenTelemetrySink(Sink):
     """Makes a span of each save, restore and load, and metrics of their figures.
 
-    A save's span lasts from the call until the checkpoint is durable, or the save has failed. It
-    has no parent: one thread begins it, and another ends it.
+    A save's span lasts from the call until the checkpoint is durable or the save fails. It has no
+    parent, because one thread begins it and another ends it.
     """
 
     def __init__(self, *, tracer_provider: Any = None, meter_provider: Any = None) -> None:
@@ -155,7 +155,7 @@ class OpenTelemetrySink(Sink):
         self._began_s: dict[tuple[str, int], float] = {}
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Count an event, and end its span if it is a last event."""
+        """Count an event, and make a span if it ends an operation."""
         kind = event["kind"]
         self._events.add(1, {"kind": kind})
         if kind in _BEGINNINGS:

@@ -1,4 +1,4 @@
-"""Passes events on to sinks, each with its own bounded queue and thread."""
+"""The delivery of events to sinks, each with its own bounded queue and thread."""
 
 from __future__ import annotations
 
@@ -33,26 +33,25 @@ class Sink(ABC):
         """Take one event.
 
         Args:
-            event: What `as_dict` of the event returns, and `time`, the seconds since 1970 at which
-                it happened.
+            event: The event's `as_dict()`, and `time`, the seconds since 1970 at which it happened.
 
         Raises:
-            Exception: Anything; it is counted, and the first one is logged.
+            Exception: Any error; all are counted, and the first is logged.
         """
 
     def close(self) -> None:  # noqa: B027 - not every sink holds something
-        """Release what the sink holds; called once, after the last event."""
+        """Release the sink's resources; called once, after the last event."""
 
 
 class Sinks:
-    """Passes events on to sinks, each on its own thread; for `on_event` of a checkpointer.
+    """Passes events to sinks, each on its own thread; for `on_event` of a checkpointer.
 
-    A sink that is slow, hangs or raises holds up neither a save nor training, nor another sink: its
+    A sink that is slow, hangs or raises does not delay a save, training, or another sink: its
     events wait in a queue. If the queue is full, events are dropped and counted, with one warning.
-    Queued events hold no tensors, since `as_dict` has made plain data of them.
+    Queued events hold no tensors, since `as_dict` makes plain data of them.
 
     Close it after the checkpointer: `with Sinks(...) as sinks, Checkpointer(..., on_event=sinks)`.
-    The end of the process closes it as well. A forked child passes nothing on.
+    The end of the process closes it too. In a forked child it does nothing.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class Sinks:
 
         Args:
             sinks: The sinks.
-            capacity: How many events may wait for each of them.
-            close_s: How long `close` waits for all of them.
-            every_rank: Whether ranks of torch.distributed other than 0 pass their events on too.
+            capacity: The most events that may wait for each sink.
+            close_s: The most seconds that `close` waits for all sinks.
+            every_rank: Whether ranks of torch.distributed other than 0 pass events too.
 
         Raises:
             ConfigError: `capacity` or `close_s` is out of range.
@@ -82,7 +81,7 @@ class Sinks:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The number of events dropped for each sink, because its queue was full or it was late."""
+        """The number of events dropped for each sink, by a full queue or a timeout of `close`."""
         return tuple(lane.dropped for lane in self._lanes)
 
     @property
@@ -100,11 +99,11 @@ class Sinks:
             lane.offer(figures)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Pass on queued events, and close the sinks. Repeated calls do nothing.
+        """Pass queued events to the sinks, and close them. Repeated calls do nothing.
 
         Args:
-            timeout_s: How long to wait for all sinks together; default: `close_s`. The events that
-                a late sink has not received by then are dropped.
+            timeout_s: The most seconds to wait for all sinks together; default: `close_s`. Events
+                that a slow sink has not received by then are dropped.
         """
         atexit.unregister(self.close)
         if self._closed or os.getpid() != self._pid:
@@ -121,7 +120,7 @@ class Sinks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the sinks."""
         self.close()
 
 
@@ -155,7 +154,7 @@ class _Lane:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._abandoned = True
-            left = max(0, self._queue.qsize() - 1)  # without the mark of the end
+            left = max(0, self._queue.qsize() - 1)  # without the end mark
             self._drop(left, f"it did not end in time, and {left} events that wait are dropped")
 
     def _run(self) -> None:
@@ -182,7 +181,7 @@ class _Lane:
 
 
 def _is_first_rank() -> bool:
-    """Whether this is rank 0 of torch.distributed, or there are no ranks; imports nothing."""
+    """Return whether this is rank 0, or torch.distributed is not in use; imports nothing."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return True

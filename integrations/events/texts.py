@@ -1,6 +1,6 @@
 """Sinks that write text: a log, a file of JSON lines, and a file in Prometheus' text format.
 
-The node exporter reads the Prometheus file (textfile collector): this needs no port and no library.
+The node exporter's textfile collector reads the Prometheus file, without a port or a library.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JsonLinesSink(Sink):
     """Appends each event to a file as one line of JSON; `penstock report --events` reads it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Choose the file; its folder is made if needed.
+        """Choose the file; its folder is created if needed.
 
         Raises:
             ConfigError: The file cannot be opened.
@@ -68,7 +68,7 @@ class JsonLinesSink(Sink):
             raise ConfigError(msg) from error
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append an event; the line is in the file when this returns, not necessarily on disk."""
+        """Append an event; on return the line is in the file, but not necessarily on disk."""
         self._file.write(json.dumps(event) + "\n")
 
     def close(self) -> None:
@@ -86,11 +86,11 @@ class PrometheusSink(Sink):
 
         Args:
             path: The file, in an existing folder; the node exporter reads names that end in
-                `.prom`. It is replaced at each event, by a rename, so no reader sees half of it.
+                `.prom`. Each event replaces it by a rename, so no reader sees half of it.
             labels: Labels of every figure, such as `{"run": "gpt"}`.
 
         Raises:
-            ConfigError: There is no such folder, or a label has no valid name.
+            ConfigError: There is no such folder, or the name of a label is invalid.
         """
         self._path = Path(path)
         if not self._path.parent.is_dir():

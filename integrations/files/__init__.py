@@ -1,1 +1,1 @@
-"""Checkpoints in the files of other tools: export to them, import from them."""
+"""Export of checkpoints to the files of other tools, and import from them."""

@@ -62,9 +62,9 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return why reading or writing a chunk failed; DCP raises its own error for it.
+    """Return the error that made a chunk fail, which DCP hides in its own error.
 
-    DCP fails again when it closes its file after a failed write, which hides the reason.
+    DCP fails again when it closes its file after a failed write.
     """
     failed, _ = error.failures[0]
     cause: BaseException | None = failed
@@ -87,11 +87,11 @@ class _StreamPlanner(DefaultSavePlanner):
 
     @property
     def tensors(self) -> list[Streamed]:
-        """The written tensors, under each of their names: DCP has no ties."""
+        """The written tensors, once for each name, since DCP has no ties."""
         return [tensor for _, tensor in self._streams.values()]
 
     def stand_ins(self, tree: Any) -> Any:
-        """Return the tree with tensors without memory, enough for DCP's plan."""
+        """Return the tree with meta tensors, which are enough for DCP's plan."""
         if isinstance(tree, Streamed):
             meta = empty_like(tree)
             self._streams[id(meta)] = meta, tree
@@ -107,19 +107,19 @@ class _StreamPlanner(DefaultSavePlanner):
     def begin_file(self, size_bytes: int) -> None:
         """Map memory for the chunks of a file.
 
-        The C library keeps what it allocates: its heap grew to 80 % of the model in some exports.
+        The C library keeps the memory that it allocates: its heap grew to 80 % of the model in some
+        exports.
         """
         self._memory = memoryview(mmap.mmap(-1, size_bytes + 1))  # a map of no bytes is an error
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan of DCP, with the tensors in chunks."""
+        """Return DCP's plan, with the tensors cut into chunks."""
         plan = super().create_local_plan()
         items = [piece for item in plan.items for piece in self._pieces(item)]
         self.plan = replace(plan, items=items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Read one chunk."""
         tensor = self._stream(write_item)
         if tensor is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)
@@ -155,10 +155,10 @@ class _StreamPlanner(DefaultSavePlanner):
 
 
 class _BatchWriter(FileSystemWriter):
-    """Writes many files: DCP keeps the tensors of a file in memory until the file is written."""
+    """Writes many files, because DCP keeps a file's tensors in memory until it is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the chunks of a plan, some to each file."""
+        """Write the chunks of a plan in batches, one file for each."""
         assert isinstance(planner, _StreamPlanner)
         results: list[WriteResult] = []
         for number, (items, size_bytes) in enumerate(_batches(plan.items)):
@@ -192,7 +192,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _batches(items: Sequence[WriteItem]) -> Iterator[tuple[list[WriteItem], int]]:
-    """Yield the chunks of each file, and how much memory they need together."""
+    """Yield the chunks of each file, and the bytes of memory that they need together."""
     batch: list[WriteItem] = []
     filled = 0
     for item in items:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder: tensors that are read during the save, and unread values.
+    """Return the contents of a folder; tensors and values are read during the save.
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It needs more than the classes of DCP, or its files were transformed.
+        UnsupportedStateError: It names classes that are not DCP's, or its files were transformed.
     """
     tree: dict[str | int, Any] = {}
     for name, path, entry in read_metadata(folder):
@@ -38,7 +38,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             if type(inner) is not dict:
                 break
         if type(inner) is not dict or path[-1] in inner:
-            msg = f"{folder} has {name!r} where another object is"
+            msg = f"{folder}: {name!r} conflicts with another object"
             raise FormatError(msg, [name])
         if isinstance(entry, StoredTensor):
             inner[path[-1]] = Streamed(entry.dtype, entry.shape, ChunkReader(entry).read)
@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def _with_lists(tree: Any) -> Any:
-    """Return a tree whose dicts with the keys 0, 1, 2, ... are lists."""
+    """Return the tree with each dict of the keys 0, 1, 2, ... as a list."""
     if type(tree) is not dict:
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}
@@ -61,7 +61,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 class ChunkReader:
-    """Reads the bytes of a tensor; keeps the chunks that the next bytes need."""
+    """Reads the bytes of a tensor; keeps the chunks that later bytes need."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._tensor = tensor
@@ -125,7 +125,7 @@ def _load(blob: StoredBlob, name: str) -> object:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of bytes of a file, read like a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file = file

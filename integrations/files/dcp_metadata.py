@@ -1,9 +1,8 @@
-"""Reads the `.metadata` of a `torch.distributed.checkpoint` folder, a pickle, without its code.
+"""Reads the `.metadata` pickle of a `torch.distributed.checkpoint` folder without running code.
 
-The pickle names a dozen classes. Here an inert class stands for each of them, which keeps its state
-and does nothing. Every other name is refused, so nothing that a crafted file names is imported or
-called. Reads the metadata of torch 2.6 to 2.15, and of Megatron, which has its own classes for two
-of them.
+The pickle names a dozen classes. An inert class, which keeps its state and does nothing, replaces
+each of them. Every other name is refused, so a crafted file cannot import or call anything. This
+works for torch 2.6 to 2.15, and for Megatron, which has two classes of its own.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class StoredBlob:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A rectangle of a tensor, and where its elements are."""
+    """A rectangle of a tensor, and the blob with its elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     blob: StoredBlob
 
     def bounds(self, dimension: int) -> tuple[int, int]:
-        """Return its start and end in one dimension."""
+        """Return the chunk's start and end in one dimension."""
         start = self.offsets[dimension]
         return start, start + self.sizes[dimension]
 
@@ -66,12 +65,12 @@ Entry = StoredTensor | StoredBlob
 
 
 def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
-    """Return the name, path and place of each object; a number in a path is a list index.
+    """Return the name, path and entry of each object; a number in a path is a list index.
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It has classes that are not DCP's, or transformed files; names
-            them.
+        UnsupportedStateError: It names classes that are not DCP's, or transformed files; the error
+            names them.
     """
     path = folder / ".metadata"
     if not any(folder.glob("*.metadata")):
@@ -89,7 +88,7 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 
 
 class _Inert:
-    """Stands for an instance of a DCP class: keeps its state, and does nothing."""
+    """Replaces an instance of a DCP class: keeps its state, and does nothing."""
 
     __slots__ = ("state",)
     state: object
@@ -210,7 +209,6 @@ class _MetadataReader:
             self._refuse(f"is not the metadata of a checkpoint: {error}")
 
     def entries(self, folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]]:
-        """Return all objects."""
         blobs = self._blobs(folder)
         paths = self._metadata.get("planner_data")
         names = self._typed(self._metadata.get("state_dict_metadata"), dict)
@@ -231,7 +229,7 @@ class _MetadataReader:
         return entries
 
     def _blobs(self, folder: Path) -> dict[tuple[str, tuple[int, ...] | None], StoredBlob]:
-        """Return the place of each chunk, by the name of the object and the offsets in it."""
+        """Return the blob of each chunk, by the object's name and the chunk's offsets."""
         blobs: dict[tuple[str, tuple[int, ...] | None], StoredBlob] = {}
         source_at = cache(SourceFile.of)
         for key, value in self._typed(self._metadata.get("storage_data"), dict).items():
@@ -279,7 +277,7 @@ class _MetadataReader:
         return tensor
 
     def _check_cover(self, tensor: StoredTensor) -> None:
-        """Check that each element is in one chunk, on the grid of all chunk bounds."""
+        """Check that exactly one chunk contains each element, on the grid of all chunk bounds."""
         if 0 in tensor.shape:
             return
         chunks, shape = tensor.chunks, tensor.shape

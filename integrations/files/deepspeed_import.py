@@ -1,9 +1,8 @@
-"""Reads folders that DeepSpeed wrote with ZeRO, whatever the number of their ranks.
+"""Reads folders that DeepSpeed wrote with ZeRO, from any number of ranks.
 
-Each rank has a file with its range of the flattened fp32 weights and of the optimizer's state. A
-read joins the ranges of each parameter, under the model's names. DeepSpeed is not needed: inert
-classes stand for four of its own, and every other class that `weights_only` does not allow is
-refused.
+Each rank's file has its range of the flattened fp32 weights and of the optimizer's state. A read
+joins the ranges of each parameter, under the model's names. DeepSpeed is not needed: inert classes
+replace four of its own. Every other class that `weights_only` does not allow is refused.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ _MAX_TAG_BYTES = 255
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the weights, the state of the optimizer by names, and the rest of the training.
+    """Return the weights, the optimizer's state by parameter name, and the other training state.
 
-    Trained weights are the optimizer's fp32 weights. Only the rest is read at once.
+    Trained weights are the optimizer's fp32 weights. Only the other training state is read at once.
 
     Args:
-        folder: The folder with the files, or the one above it, whose file `latest` names it.
+        folder: The folder with the files, or its parent, in which the file `latest` names it.
 
     Raises:
         FormatError: A file is missing or damaged, or does not fit the others.
-        UnsupportedStateError: The model was not cut by ZeRO alone, or a file needs classes that
-            cannot be loaded without running code; names them.
+        UnsupportedStateError: The model was not sharded by ZeRO alone, or a file needs classes that
+            cannot be loaded without running code; the error names them.
     """
     folder = _tagged(folder)
     try:
@@ -182,7 +181,7 @@ class _Reader:
         return tuple(map(int, sizes))
 
     def _even_ranges(self, numel: int, at: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Return the size of a ZeRO-3 part (the last part is padded), and the ranges."""
+        """Return the padded size of a ZeRO-3 part, and the range of elements on each rank."""
         count = len(self._states)
         size = -(-numel // count)
         return size, tuple((at, max(0, min(size, numel - n * size))) for n in range(count))
@@ -223,7 +222,6 @@ class _Reader:
         return weights
 
     def _frozen(self) -> dict[str, Any]:
-        """Return the weights of ZeRO-3 that are not trained."""
         weights: dict[str, Any] = {}
         for name, sizes in (self._first.get("frozen_param_shapes") or {}).items():
             shape = self._shape(name, sizes)
@@ -276,7 +274,7 @@ class _Reader:
         what: str,
         files: Sequence[MappedFile],
     ) -> Streamed:
-        """Return a tensor that joins the ranks' ranges of it."""
+        """Return a streamed tensor that joins the ranges of all ranks."""
         pieces = []
         for (start, numel), flat in zip(parameter.ranges, of_ranks, strict=True):
             if not isinstance(flat, torch.Tensor) or flat.dim() != 1 or len(flat) < start + numel:
@@ -323,7 +321,7 @@ def _read_joined(
 
 
 class _StandIn:
-    """Stands for an instance of a DeepSpeed class: keeps its attributes, and does nothing."""
+    """Replaces an instance of a DeepSpeed class: keeps its attributes, and does nothing."""
 
     def __init__(self, *arguments: object) -> None:
         del arguments
@@ -350,6 +348,6 @@ def _load(path: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals(_STAND_INS):
         content = load_safely(path, str(path), mmap=True)
     if not isinstance(content, dict):
-        msg = f"{path} holds a {type(content).__name__}, not a dict: it is not a file of DeepSpeed"
+        msg = f"{path} holds a {type(content).__name__}, not a dict: it is not a DeepSpeed file"
         raise FormatError(msg, [str(path)])
     return content

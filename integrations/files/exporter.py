@@ -40,32 +40,32 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
 ) -> ExportReport:
     """Write a checkpoint, or a part of it, as files of another tool.
 
-    `out` appears when it is whole and durable, not before. Every checksum is compared on the way.
-    Tensors are written piece by piece, so memory does not grow with the model.
+    `out` appears only when it is complete and durable. Every checksum is verified. Tensors are
+    written piece by piece, so memory does not grow with the model.
 
     Args:
-        source: The run, or a checkpoint that `Checkpointer.open` returned, which ignores `step`.
+        source: The run, or a checkpoint from `Checkpointer.open`, for which `step` is ignored.
         out: The file or folder to write, on this machine.
         to: `"safetensors"`: a folder in Hugging Face's layout, or one file if `out` ends in
             `.safetensors`. `"torch"`: one file of `torch.save`. `"dcp"`: a folder of
             `torch.distributed.checkpoint`.
         step: A step, or `"latest"`.
-        include: Globs of paths to export; default: everything, but for safetensors `model` if the
+        include: Globs of paths to export; default: everything; for safetensors only `model`, if the
             checkpoint has it.
         exclude: Globs of paths to leave out.
         rename: Stored prefix -> prefix in the export, or a function of shown paths, as for
             `Checkpointer.restore`.
         cast: The dtype to convert floats to: `"bfloat16"`, `"float16"`, `"float32"` or `"float64"`.
-            Tensors without dimensions, 8-bit floats and complex numbers stay as they are.
-        shard_bytes: The most bytes of tensors in one file of a folder of safetensors; a larger
-            tensor gets its own file.
-        keep_tied: Whether safetensors have a tied tensor under each of its names, not only under
-            the first.
-        config_from: A folder with `config.json`, whose files beside the weights are copied into the
-            folder of safetensors: those that end in `.json`, `.txt`, `.model`, `.jinja` or
-            `.tiktoken`. With `cast`, `config.json` gets that dtype, if it names one. With
-            `adapter_config.json` instead, the export is an adapter of PEFT: one file,
-            `adapter_model.safetensors`, whose names lack `.default`.
+            Tensors without dimensions, 8-bit floats and complex numbers are not converted.
+        shard_bytes: The most tensor bytes in one file of a safetensors folder; a larger tensor gets
+            its own file.
+        keep_tied: Whether safetensors have a tied tensor under all of its names, not only the
+            first.
+        config_from: A folder with `config.json`. Its files that end in `.json`, `.txt`, `.model`,
+            `.jinja` or `.tiktoken` are copied into the safetensors folder. With `cast`, the copied
+            `config.json` gets that dtype, if it names one. With `adapter_config.json` instead, the
+            export is a PEFT adapter: one file, `adapter_model.safetensors`, with `.default` removed
+            from names.
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
         on_progress: As for `Checkpointer.restore`.
 
@@ -73,8 +73,8 @@ def export_checkpoint(  # noqa: PLR0913 - options, each by name
         ConfigError: An option is wrong, or `out` exists; nothing was written.
         CheckpointNotFoundError: There is no such step.
         SelectionError: A pattern matches nothing, or two objects would get one name.
-        UnsupportedStateError: The format cannot hold something that is selected; names it.
-        DamagedError: Stored bytes are not those that were written.
+        UnsupportedStateError: The format cannot hold a selected object; the error names it.
+        DamagedError: Stored bytes are damaged.
         StorageError: `out` cannot be written.
     """
     options = ExportOptions(

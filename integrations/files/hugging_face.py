@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: weights in one file, or in shards with an index; adapters of PEFT."""
+"""Hugging Face folders: weights in one file or in shards with an index, and PEFT adapters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _STEMS = {SUFFIX: "model", OLD_SUFFIX: "pytorch_model"}
 
 
 def index_of(name: str) -> str:
-    """Return the name of the index of weights that would be in the file `name` without shards."""
+    """Return the index's name for sharded weights that would otherwise be in the file `name`."""
     return f"{name}.index.json"
 
 
 def suffix_of(folder: Path) -> str | None:
-    """Return the ending of the weights in a folder; None without weights."""
+    """Return the file ending of the weights in a folder; None without weights."""
     for suffix in (SUFFIX, OLD_SUFFIX):
         if _single(folder, suffix) is not None or _index(folder, suffix).is_file():
             return suffix
@@ -37,11 +37,11 @@ def suffix_of(folder: Path) -> str | None:
 
 
 def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
-    """Return the weights of a folder below `model`, and the configuration of an adapter.
+    """Return the weights of a folder, under `model`, and the configuration of an adapter.
 
     Raises:
-        FormatError: A file or the index is damaged, shards have a name twice, or they do not match
-            the index.
+        FormatError: A file or the index is damaged, two shards have the same tensor, or the shards
+            do not match the index.
         UnsupportedStateError: A file of `torch.save` has more than tensors.
     """
     read = read_tensors if suffix == SUFFIX else _read_old_tensors

@@ -38,27 +38,27 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     No code in a file runs. A failed import leaves the run unchanged.
 
     Args:
-        source: The file or folder, on this machine: safetensors or old `.bin` files, in
-            Hugging Face's layout, an adapter of PEFT, a file of `torch.save`, a folder of
+        source: The file or folder, on this machine: safetensors or old `.bin` files, in Hugging
+            Face's layout, an adapter of PEFT, a file of `torch.save`, a folder of
             `torch.distributed.checkpoint`, or one of DeepSpeed with ZeRO-1, 2 or 3.
-        run: The run to save to, which is made if needed.
+        run: The run to save to, which is created if needed.
         step: The step to save as.
         format: `"safetensors"`, `"torch"`, `"dcp"`, `"deepspeed"`; `"auto"` looks at the files.
         include: Globs of paths to import; default: everything.
         exclude: Globs of paths to leave out.
         rename: Prefix of a path in the files -> prefix in the run, or a function of shown paths, as
-            for `Checkpointer.restore`. Safetensors, and a file with only tensors, are below
-            `model`.
-        names_from: Where an optimizer's parameters, which `Optimizer.state_dict` numbers, get their
-            names: the path of the model in a file of `torch.save` (`"state_dict"`), another
-            such file with the model, a run that has it below `model`, or a JSON file with the list
-            of names in the order of the numbers, which an optimizer of several groups needs.
+            for `Checkpointer.restore`. Tensors of safetensors, and of a file with only tensors, are
+            below `model`.
+        names_from: The source of names for an optimizer's parameters, which `Optimizer.state_dict`
+            numbers: the path of the model in a file of `torch.save` (`"state_dict"`), another such
+            file with the model, a run with the model below `model`, or a JSON file with the names
+            in the order of the numbers. An optimizer with several groups needs the JSON file.
         overwrite: Whether to replace the run's checkpoint of that step.
         on_progress: As for `Checkpointer.save`.
 
     Raises:
         ConfigError: An option is wrong, or `source` is in no known format.
-        FormatError: A file is damaged, or does not fit the others; names it.
+        FormatError: A file is damaged, or does not fit the others; the error names it.
         UnsupportedStateError: A file holds something that cannot be imported without running code.
         SelectionError: A pattern matches nothing, or two objects would get one path.
         StepExistsError: The run has that step, or a later one.

@@ -1,8 +1,8 @@
-"""Gives the state of optimizers names: `Optimizer.state_dict` numbers its parameters.
+"""Names for the state of optimizers, since `Optimizer.state_dict` numbers the parameters.
 
-The numbers follow the parameter groups, and within a group nearly always the model. So with one
-group, a file with the names of the model's tensors, in order, shows which parameter has which
-number; shapes check that. With several groups, only the user knows the order.
+The numbers follow the parameter groups, and within a group nearly always the order of the model. So
+with one group, the model's tensor names in order show which parameter has which number, and shapes
+verify that. With several groups, only the user knows the order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def named(tree: dict[str, Any], source: str, *, is_ordered: bool) -> dict[str, Any]:
-    """Return a tree in which the numbers of all optimizers are names.
+    """Return the tree with names instead of numbers in all optimizers.
 
     Args:
         tree: The tree.
-        source: Where the names are: a path in the tree, a file of `torch.save` or a run with the
-            model, or a JSON file with a list of names in the order of the numbers.
-        is_ordered: Whether the tree has its tensors in the order of the model.
+        source: The source of the names: a path in the tree, a file of `torch.save` or a run with
+            the model, or a JSON file with a list of names in the order of the numbers.
+        is_ordered: Whether the tree's tensors are in the order of the model.
 
     Raises:
         ConfigError: There are no names, the tree has no optimizer with numbers, or an optimizer has
@@ -72,7 +72,7 @@ _Names = list[str] | list[tuple[str, tuple[int, ...]]]
 
 
 def _names_of(tree: dict[str, Any], source: str) -> _Names:
-    """Return a list of names unchanged; for a model, the names and shapes of its float tensors."""
+    """Return the names in a list, or the names and shapes of a model's float tensors."""
     inner: Any = tree
     for key in source.split("/"):
         inner = inner.get(key) if isinstance(inner, dict) else None
@@ -162,9 +162,9 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
 def _aligned(
     numbers: Sequence[int], state: dict[Any, Any], names: _Names, source: str
 ) -> list[str]:
-    """Return the names of the parameters: the only choice in order whose shapes fit the state.
+    """Match the numbers to names in order: return the only choice whose shapes fit the state.
 
-    Other buffers, and parameters that are not trained, have no number.
+    Names of buffers and of untrained parameters are skipped, as they have no number.
 
     Raises:
         FormatError: No choice fits, or several do.
@@ -183,7 +183,7 @@ def _aligned(
 
 
 def _shapes_in(state: Any) -> set[tuple[int, ...]]:
-    """Return the shapes in the state of one parameter; none: its shape is unknown."""
+    """Return the shapes in the state of one parameter; empty if its shape is unknown."""
     values = state.values() if isinstance(state, dict) else ()
     return {tuple(v.shape) for v in values if hasattr(v, "shape") and math.prod(v.shape) > 1}
 

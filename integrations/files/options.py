@@ -1,4 +1,4 @@
-"""The options of an export, its report, and code that formats and calls share."""
+"""The options and the report of an export, and code that all formats share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ExportReport:
     Attributes:
         step: The step that was exported.
         out: The file or folder.
-        files: The names of the files in it, copied ones included.
+        files: The names of its files, including copied files.
         tensors: The number of tensors that were written.
         bytes_written: The bytes of these tensors.
-        tied: The names of tied tensors that were left out, each with the name that has its values.
+        tied: The name of each tied tensor that was left out, and the name that has its values.
     """
 
     step: int
@@ -63,14 +63,14 @@ class ExportOptions:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether safetensors are an adapter of PEFT, whose configuration is copied."""
+        """Whether the export is an adapter of PEFT, whose configuration is copied."""
         return self.config_from is not None and not (self.config_from / CONFIG).is_file()
 
 
 def is_cast(dtype: str, shape: Sequence[int]) -> bool:
-    """Return whether a cast converts tensors of that kind: floats, but not single numbers.
+    """Return whether a cast converts such tensors: floats with at least one dimension.
 
-    An optimizer's step count would be rounded.
+    A cast would round an optimizer's step count, which has no dimension.
     """
     return dtype in FLOATS and len(shape) > 0
 

@@ -1,7 +1,7 @@
-"""The target of an export, and its bytes, written piece by piece.
+"""The target of an export, written piece by piece.
 
-An export appears whole and durable, or not at all. The next piece is read while the last one is
-written.
+An export appears complete and durable, or not at all. The next piece is read while the last piece
+is written.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PIECE_BYTES = 16 << 20
 def read_ahead(
     tensors: Iterable[tuple[Callable[[int, memoryview], object], int]],
 ) -> Generator[memoryview]:
-    """Yield the bytes of tensors in pieces, each valid until the next one is asked for.
+    """Yield the bytes of tensors in pieces, each valid until the next is requested.
 
-    Close the iterator, which ends the thread that reads.
+    The caller must close the iterator, which ends the reading thread.
 
     Args:
-        tensors: A function as for `Streamed`, and the number of bytes, of each tensor.
+        tensors: For each tensor, a function as in `Streamed`, and the number of bytes.
     """
     buffers = [memoryview(bytearray(PIECE_BYTES)) for _ in range(2)]
     pieces = (
@@ -69,20 +69,20 @@ def read_ahead(
 
 @contextmanager
 def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
-    """Yield a new path beside `out` to write to; make it durable, and move it to `out`, at the end.
+    """Yield a temporary path beside `out`; at the end, make it durable and move it to `out`.
 
-    A crash leaves the old content or the whole export at `out`; it may also leave a path beside
+    A crash leaves the old content or the whole export at `out`. It may also leave a path beside
     `out` whose name begins with a dot and contains `.partial-`. An exception leaves nothing.
 
     Args:
-        out: The place of the export.
+        out: The path of the export.
         is_folder: Whether it is a folder or one file.
         overwrite: Whether to replace a file, or a folder with an earlier export, at `out`.
 
     Raises:
         ConfigError: `out` has content that must not be replaced. A folder may have files beside the
-            weights only if the export writes files of these names, too.
-        StorageError: The place cannot be written; nothing was changed.
+            weights only if the export writes files of the same names.
+        StorageError: `out` cannot be written; nothing was changed.
     """
     _check_free(out, is_folder=is_folder, overwrite=overwrite)
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(8)}")
@@ -113,15 +113,15 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
 
 
 def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None:
-    """Let the system write out a file's page cache, while more of the file is prepared.
+    """Start to write back a file's page cache, while more of the file is prepared.
 
-    Otherwise the `fsync` at the end writes all of it, while nothing is read.
+    Otherwise the final `fsync` writes all of it, while nothing is read.
 
     Args:
         file: An open descriptor.
-        start: Where the bytes written last begin.
-        stop: Where they end. Nothing is done unless they reach another multiple of `PIECE_BYTES`:
-            each request looks at all pages of the file, too much for every small tensor.
+        start: Where the last written bytes begin.
+        stop: Where they end. Does nothing unless they cross a multiple of `PIECE_BYTES`: each
+            request visits all pages of the file, which is too slow for every small tensor.
     """
     if start // PIECE_BYTES == stop // PIECE_BYTES:
         return
@@ -132,7 +132,7 @@ def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None
 def _check_free(
     out: Path, *, is_folder: bool, overwrite: bool, written: Collection[str] | None = None
 ) -> None:
-    """Refuse to replace anything that is not an export; `written`: what will be there, if known."""
+    """Refuse to replace anything but an export; `written` has the new names, if known."""
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -177,7 +177,7 @@ def _move(partial: Path, out: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchange two folders at once, without a call of `os`: a crash could come between two renames.
+    """Exchange two folders in one system call, since a crash could come between two renames.
 
     Raises:
         OSError: The filesystem cannot do that; both are unchanged.

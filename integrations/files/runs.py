@@ -1,4 +1,4 @@
-"""The run of an export or import, as the caller names it."""
+"""The opening of the run that an export or import names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONFIGURATIONS = (".toml", ".yaml", ".yml", ".json")
 
 @contextmanager
 def open_run(run: str | os.PathLike[str] | Checkpointer) -> Iterator[Checkpointer]:
-    """Yield the checkpointer of a run: a path, a URL, a configuration file, or one that is open.
+    """Yield the checkpointer of a run: a path, URL or configuration file, or an open checkpointer.
 
     Raises:
         ConfigError: The configuration is wrong.

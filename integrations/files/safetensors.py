@@ -1,7 +1,8 @@
 """The safetensors format.
 
-A file is 8 bytes with the length of the header, little-endian; the header, JSON with the dtype,
-shape and bytes of each tensor; and then the bytes of all tensors, without gaps. Needs no torch.
+A file begins with the length of the header: 8 bytes, little-endian. The header is JSON with the
+dtype, shape and byte range of each tensor. The bytes of all tensors follow without gaps. This
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> byt
     """Return the beginning of a file, up to the bytes of its first tensor.
 
     Args:
-        tensors: Name, torch dtype, shape and bytes of each tensor, in the order of their bytes.
+        tensors: Name, torch dtype, shape and number of bytes of each tensor, in the order of their
+            bytes.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
     at = 0
@@ -70,7 +72,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> byt
 
 
 def read_tensors(path: Path) -> dict[str, Streamed]:
-    """Return the tensors of a file by their names; reads no data.
+    """Return the tensors of a file by name; reads no tensor data.
 
     Raises:
         FormatError: The header is wrong.
@@ -150,7 +152,7 @@ def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     """Return the JSON object of a file, without duplicate names.
 
     Raises:
-        FormatError: The text is something else.
+        FormatError: The text is not a JSON object, or has duplicate names.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

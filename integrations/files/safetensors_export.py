@@ -1,4 +1,4 @@
-"""Writes safetensors from a checkpoint, piece by piece, as Hugging Face lays them out."""
+"""Writes safetensors from a checkpoint, piece by piece, in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _copy_companions(source: Path | None, folder: Path) -> list[str]:
 
 
 def _set_dtype(config: Path, dtype: str) -> None:
-    """Replace the dtype that a `config.json` names: `from_pretrained` would convert back to it."""
+    """Replace the dtype in a `config.json`, since `from_pretrained` would convert back to it."""
     content = parse_object(config, config.read_bytes())
     named = {key: dtype for key in ("dtype", "torch_dtype") if key in content}
     text = json.dumps(content | named, indent=2) + "\n"
@@ -114,7 +114,7 @@ def _set_dtype(config: Path, dtype: str) -> None:
 def _chosen(
     view: Checkpoint, options: ExportOptions
 ) -> tuple[list[_ExportedTensor], dict[str, str]]:
-    """Return the tensors to write, and the tied names that are left out, each with its owner."""
+    """Return the tensors to write, and each tied name that is left out with its owner."""
     specs = dict(view.specs())
     paths = [spec.path for spec in specs.values()]
     include = options.include
@@ -155,7 +155,7 @@ def _chosen(
 def _names(
     moved: dict[tuple[str, ...], tuple[str, ...]], *, is_adapter: bool
 ) -> dict[tuple[str, ...], str]:
-    """Return the name of each tensor: its path with dots, without a common first key."""
+    """Return the name of each tensor: its path joined by dots, without a common first key."""
     tops = {path[:1] for path in moved.values()}
     skip = 1 if len(tops) == 1 and all(len(path) > 1 for path in moved.values()) else 0
     names: dict[tuple[str, ...], str] = {}
@@ -174,7 +174,7 @@ def _names(
 
 
 def _name_in_adapter(name: str) -> str:
-    """Return the name of a tensor of the live adapter `default` in a file of PEFT."""
+    """Return the name that PEFT's files use for a tensor of the live adapter `default`."""
     name, is_module = re.subn(r"\.modules_to_save\.default(?=\.)", "", name)
     if not is_module:  # else a module may have that name
         name = re.sub(r"\.default(\.[^.]+)?$", r"\1", name)

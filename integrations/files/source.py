@@ -26,7 +26,7 @@ class SourceFile:
     """A file as it was before its first byte was read.
 
     Attributes:
-        path: Its place.
+        path: Its path.
         identity: Facts that differ after a change; None if the file did not exist.
     """
 
@@ -35,7 +35,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Return the file that is at a path now."""
+        """Return the file at a path in its current state."""
         try:
             stat = path.stat()
         except FileNotFoundError:
@@ -43,7 +43,7 @@ class SourceFile:
         return cls(path, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
     def check(self, name: str | None = None) -> None:
-        """Check, after bytes were read, that the file has not changed since.
+        """Check, after a read, that the file has not changed.
 
         Args:
             name: The tensor or object that was read, for the error.
@@ -57,15 +57,15 @@ class SourceFile:
 
 
 def read_soon(file: int, start: int, nbytes: int) -> None:
-    """Start reading at byte `start` in the kernel, while the `nbytes` before it are saved."""
+    """Make the kernel read ahead from byte `start`, while the `nbytes` before it are saved."""
     if nbytes >= _LEAST_BYTES:
         os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def page_in_soon(address: int, nbytes: int) -> None:
-    """Start paging in at `address` in the kernel, while the `nbytes` before it are saved.
+    """Make the kernel page in at `address`, while the `nbytes` before it are saved.
 
-    Without it, reads of a mapped file wait for each step of 128 KiB.
+    Otherwise, reads of a mapped file wait for each step of 128 KiB.
     """
     if nbytes < _LEAST_BYTES:
         return

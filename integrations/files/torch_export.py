@@ -1,7 +1,7 @@
-"""Writes a checkpoint as one file of `torch.save` that `weights_only` loads, piece by piece.
+"""Writes a checkpoint piece by piece as one file of `torch.save`, which `weights_only` loads.
 
-The file is a zip archive: `data.pkl` with the tree, in which each tensor names the record of its
-bytes, and these records. `torch.save` itself needs all tensors in memory.
+The file is a zip archive. Its `data.pkl` has the tree, in which each tensor names the record with
+its bytes. `torch.save` itself needs all tensors in memory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _refuse_unsafe(pickled: bytes, step: int) -> None:
     """Refuse a tree that `weights_only` would not load, before its tensors are written.
 
     Raises:
-        UnsupportedStateError: It has values of other classes; names them.
+        UnsupportedStateError: The tree has values of other classes; the error names them.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:

@@ -1,4 +1,4 @@
-"""Reads files of `torch.save`; their bytes stay in the file until they are saved."""
+"""Reads files of `torch.save`; tensor bytes stay in the file until the save reads them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ STUB = b"This file of DeepSpeed is kept by Penstock.\n"
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file holds, its tensors mapped from the file.
+    """Return the contents of a file, with its tensors mapped.
 
-    A state dict, which has only tensors, is put below `model`.
+    A dict with only tensors, which is a state dict, is put below `model`.
 
     Raises:
         FormatError: The file is damaged, was written before torch 1.6, or holds no dict.
-        UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
+        UnsupportedStateError: It needs classes that `weights_only` does not allow; the error names
+            them.
     """
     content = _read_dict(path)
     return content if _other_than_tensors(content) else {"model": content}
@@ -40,7 +41,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
     """Return the tensors of a file that holds only tensors, mapped from the file.
 
     Raises:
-        FormatError: As for `read_file`, or it holds something else.
+        FormatError: As for `read_file`, or the file holds other objects.
         UnsupportedStateError: As for `read_file`.
     """
     content = _read_dict(path)
@@ -75,14 +76,14 @@ def _read_dict(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class MappedFile(SourceFile):
-    """A file whose tensors are mapped: later writes to the file would change them."""
+    """A file with mapped tensors, which later writes to the file would change."""
 
     def streamed(self, tree: Any, known: dict[object, Streamed]) -> Any:
-        """Return what was loaded, with its tensors as `Streamed` that check the file.
+        """Return a loaded tree with its tensors as `Streamed` that check the file.
 
         Args:
-            tree: Changed in place.
-            known: The `Streamed` of tensors that may be tied to tensors here.
+            tree: The tree, changed in place.
+            known: The `Streamed` made so far, to which tensors may be tied.
         """
         if isinstance(tree, torch.Tensor):
             return self._streamed_tensor(tree, known)
@@ -128,7 +129,7 @@ def refuse_stub(path: Path) -> None:
     """Check that a file is not a stub of the DeepSpeed adapter.
 
     Raises:
-        FormatError: It is one.
+        FormatError: The file is a stub.
     """
     with path.open("rb") as file:
         if file.read(len(STUB)) == STUB:
@@ -140,16 +141,17 @@ def refuse_stub(path: Path) -> None:
 
 
 def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> object:
-    """Load what `torch.save` has written, without running its code.
+    """Load a file of `torch.save` without running its code.
 
     Args:
         source: The file.
-        name: What the file is, for errors.
+        name: The file's name in errors.
         mmap: Whether tensors are mapped from the file.
 
     Raises:
-        FormatError: It is damaged.
-        UnsupportedStateError: It needs classes that `weights_only` does not allow; names them.
+        FormatError: The file is damaged.
+        UnsupportedStateError: It needs classes that `weights_only` does not allow; the error names
+            them.
     """
     try:
         refused = torch.serialization.get_unsafe_globals_in_checkpoint(source)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def stream_tree(view: Checkpoint, options: ExportOptions) -> dict[str, Any]:
-    """Return the tree to export, with unread tensors; tied tensors are one `Streamed`."""
+    """Return the tree to export, with unread tensors; tied tensors share one `Streamed`."""
     tree = view.load(include=options.include, exclude=options.exclude, streamed=True)
     tree = moved(tree, Selection(), Rename(options.rename))
     return tree if options.cast is None else _cast(tree, options.cast, {}, "")
 
 
 def streams_of(tree: object, known: dict[int, Streamed] | None = None) -> list[Streamed]:
-    """Return the streamed tensors of a tree, tied ones once."""
+    """Return the streamed tensors of a tree, each tied tensor once."""
     known = {} if known is None else known
     if isinstance(tree, Streamed):
         known[id(tree)] = tree
@@ -45,7 +45,7 @@ def dtype_of(tensor: Streamed) -> torch.dtype:
 
 
 def empty_like(tensor: Streamed) -> torch.Tensor:
-    """Return a tensor of that dtype and shape without memory."""
+    """Return a meta tensor of that dtype and shape."""
     return torch.empty(tuple(tensor.shape), dtype=dtype_of(tensor), device="meta")
 
 
@@ -64,15 +64,15 @@ class Written:
         self._report(Progress(self._done, self.total, "write"))
 
     def end(self) -> None:
-        """Report that the export is whole."""
+        """Report that the export is complete."""
         self._report(Progress(self.total, self.total, "done"))
 
 
 def checked_cast(piece: memoryview, stored: str, wanted: str, name: str) -> torch.Tensor:
-    """Convert the bytes of floats; refuse where a finite value would become infinite.
+    """Convert the bytes of floats; refuse to turn a finite value into infinity.
 
     Raises:
-        UnsupportedStateError: A finite value would.
+        UnsupportedStateError: A finite value would become infinite.
     """
     values = torch.frombuffer(piece, dtype=vars(torch)[stored])
     converted = values.to(vars(torch)[wanted])
@@ -83,7 +83,7 @@ def checked_cast(piece: memoryview, stored: str, wanted: str, name: str) -> torc
 
 
 def _cast(tree: Any, dtype: str, known: dict[int, Streamed], path: str) -> Any:
-    """Return a tree with its floats converted when they are read; tied tensors stay tied."""
+    """Return a tree whose floats are converted when they are read; tied tensors stay tied."""
     if isinstance(tree, Streamed):
         if not is_cast(tree.dtype, tree.shape):
             return tree

@@ -1,4 +1,4 @@
-"""Trees of plain dicts, from files of other tools: their leaves, and how leaves move."""
+"""Trees of plain dicts from other tools' files, and the selection and renaming of leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unread:
 def moved(tree: dict[str, Any], selection: Selection, rename: Rename) -> dict[str, Any]:
     """Return the selected leaves of a tree under their new paths.
 
-    Everything except a dict with text keys is a leaf; so the inside of a list cannot be selected.
+    Everything except a dict with string keys is a leaf, so items of a list cannot be selected.
 
     Raises:
         SelectionError: A pattern matches nothing, nothing is selected, two leaves would get one
@@ -55,7 +55,7 @@ def moved(tree: dict[str, Any], selection: Selection, rename: Rename) -> dict[st
 
 
 def loaded(tree: Any) -> Any:
-    """Return a tree with each value that is still in a file read."""
+    """Return a tree with all unread values read."""
     if isinstance(tree, Unread):
         return tree.load()
     if type(tree) is dict:

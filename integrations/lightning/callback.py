@@ -37,22 +37,22 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     `fit` without `ckpt_path` restores the newest checkpoint of the run at `url`, if there is one:
     the model, the optimizers and schedulers by name, the loops with `global_step`, the precision
     plugin, the callbacks, the datamodule, the position of the training data and the random state. A
-    save is made between two batches, after everything that Lightning does for the first of them,
-    validation included. The end of training is saved as well.
+    save comes between two batches, after everything that Lightning does for the first batch,
+    including validation. The end of training is saved too.
 
-    The first save logs a warning for each thing in the configuration that will not resume exactly.
+    The first save logs a warning for each setting that prevents an exact resume.
     """
 
     def __init__(self, url: str | Path, *, every_n_steps: int, **options: Any) -> None:
         """Make the callback; the run is opened when `fit` begins.
 
         Args:
-            url: The place of the checkpoints, as `Checkpointer` takes it.
+            url: The location of the run, as for `Checkpointer`.
             every_n_steps: The number of optimizer steps (`trainer.global_step`) between saves.
             options: As for `Checkpointer`; `mode` is `"lazy"` by default. The metadata of a save
-                has the numbers of `trainer.callback_metrics`, but validation metrics only if they
-                are of the saved step, so `retention={"keep_best": 3, "best_metric":
-                "val_loss", "best_mode": "min"}` keeps the best.
+                has the numbers of `trainer.callback_metrics`, and validation metrics only if they
+                belong to the saved step. So `retention={"keep_best": 3, "best_metric": "val_loss",
+                "best_mode": "min"}` keeps the best.
 
         Raises:
             ConfigError: `every_n_steps` is less than 1.
@@ -67,12 +67,12 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         self._forget()
 
     def _forget(self) -> None:
-        self._resumed: Mapping[str, Any] | None = None  # what was restored, until it is used up
+        self._resumed: Mapping[str, Any] | None = None  # the restored state, until it is used
         self._step: int | None = None  # of the checkpoint that was restored
         self._seen = 0  # the latest global step
         self._saved: int | None = None  # the step of the last save
         self._is_due = False
-        self._order: dict[str, Any] | None = None  # what the order of this epoch was drawn from
+        self._order: dict[str, Any] | None = None  # the random state that ordered this epoch
         self._ahead: list[Any] | None = None  # states of the loaders before the last fetch
         self._validated = -1  # the step of the last validation
         self._before_validation: dict[str, Any] = {}
@@ -121,7 +121,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             trainer.datamodule.load_state_dict(state["datamodule"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore model, optimizers, schedulers and the loops."""
+        """Restore the model, optimizers, schedulers and loops."""
         if self._resumed is None:
             return
         state = self._resumed
@@ -147,7 +147,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             loop._restarting = loop.epoch_loop._restarting = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch for the moments between two batches."""
+        """Hook into the moments between two batches, and prepare a mid-epoch resume."""
         del pl_module
         epoch_loop = trainer.fit_loop.epoch_loop
         fetch_hook = epoch_loop._on_before_fetch
@@ -183,10 +183,10 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             iter(trainer.fit_loop._data_fetcher)
 
     def _begin_again(self, loop: Any, state: Mapping[str, Any]) -> None:
-        """Iterate over samples in the order of the saved epoch.
+        """Restart the iteration in the sample order of the saved epoch.
 
-        Lightning begins before it sets the epoch of samplers, and does not store the random state
-        from which wrapped samplers draw their order.
+        Lightning starts to iterate before it sets the epoch of samplers. It does not store the
+        random state from which wrapped samplers draw their order.
         """
         samplers = samplers_of(loop)
         for sampler in samplers:
@@ -208,7 +208,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             holder._sampler = sampler
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the epoch after the saved epochs, as if they had just been trained."""
+        """Begin the epoch after the saved epochs, as if training had just finished them."""
         del pl_module
         loop = trainer.fit_loop
         if self._resumed is None:
@@ -233,7 +233,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note that a save is due; Lightning has not finished this batch yet."""
+        """Record whether a save is due, because Lightning has not finished this batch yet."""
         del pl_module, outputs, batch, batch_idx
         step = trainer.global_step
         self._is_due |= step // self._every > self._seen // self._every
@@ -242,14 +242,14 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             self._save(trainer, in_epoch=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the current metrics, and wait for captures: callbacks may swap weights."""
+        """Record the current metrics, and wait for captures, since callbacks may swap weights."""
         del pl_module
         self._before_validation = dict(trainer.callback_metrics)
         if self._ckpt is not None and not trainer.sanity_checking:
             self._ckpt.fence()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note which metrics come from validation."""
+        """Record which metrics come from validation."""
         del pl_module
         before = self._before_validation
         self._of_validation |= {
@@ -258,7 +258,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
         self._validated = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the end of training."""
+        """Save at the end of training."""
         del pl_module
         if self._saved != trainer.global_step:
             in_epoch = not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
@@ -289,7 +289,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             vars(trainer.fit_loop.epoch_loop).pop(name, None)
 
     def _between_batches(self, trainer: Any) -> None:
-        """Save, if a save is due, right before the next batch is fetched."""
+        """Save right before the next batch is fetched, if a save is due."""
         if self._resumed is not None:
             self._restore_random_state()
         if fetches_itself(trainer):
@@ -349,10 +349,10 @@ def samplers_of(loop: Any) -> list[Any]:
 
 
 def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
-    """Return the samplers whose order comes from random numbers that no loader stores.
+    """Return `(holder, sampler)` for each sampler whose random order no loader stores.
 
-    Torch's own samplers come with None; those that Lightning wraps for several ranks come with the
-    object that holds them.
+    For torch's own samplers the holder is None. For samplers that Lightning wraps for several
+    ranks, it is the object that holds the sampler.
     """
     pairs = []
     for sampler in samplers_of(loop):

@@ -1,4 +1,4 @@
-"""The classes of Lightning, from the one of its two packages that the program has imported."""
+"""Lightning's classes, from whichever of its two packages the program has imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorc
 
 
 def _base(modules: list[str], name: str) -> Any:
-    """Return a subclass of each host's class: a trainer takes only instances of its own classes."""
+    """Return one subclass of all hosts' classes, as a trainer takes only its own classes."""
     return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
 
 
@@ -26,6 +26,6 @@ WRAPPERS = tuple(import_module(f"{name}.plugins.io").AsyncCheckpointIO for name 
 
 
 def filesystem_of(path: Any) -> Any:
-    """Return the file system of fsspec that Lightning itself uses for a path."""
+    """Return the fsspec file system that Lightning itself uses for a path."""
     module = import_module(f"{_HOSTS[_loaded[0]]}.utilities.cloud_io")
     return module.get_filesystem(path)

@@ -1,4 +1,4 @@
-"""The `CheckpointIO`: saves of `ModelCheckpoint` go to runs of Penstock, one for each path."""
+"""The `CheckpointIO`, which saves each path of `ModelCheckpoint` as a run of Penstock."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger("penstock")
 
 
 class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen at run time
-    """Stores what `ModelCheckpoint` and `Trainer.save_checkpoint` save as Penstock checkpoints.
+    """Stores the saves of `ModelCheckpoint` and `Trainer.save_checkpoint` as Penstock checkpoints.
 
     Each path becomes a folder that is a separate run. A save is captured at once and written in
-    the background; a removal waits for the saves before it. Lightning hands over state dicts only
-    on rank 0, so optimizer state is stored by number and nothing is deferred. Use
+    the background; a removal waits for all earlier saves. Lightning passes only state dicts, and
+    only on rank 0, so optimizer state is stored by number and no save is lazy. Use
     `PenstockCallback` instead if you can.
     """
 
@@ -46,8 +46,8 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
 
         Args:
             checkpoint: The result of `Trainer.dump_checkpoint`.
-            path: The root of the run. A file of Lightning or a link there is replaced.
-            storage_options: None; the options of Penstock are those of the plugin.
+            path: The root of the run. A Lightning file or a link there is replaced.
+            storage_options: Must be None; the plugin has the options.
 
         Raises:
             ConfigError: `AsyncCheckpointIO` wraps this plugin, or there are `storage_options`.
@@ -86,17 +86,17 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
         map_location: Any = None,
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning declares it
     ) -> dict[str, Any]:
-        """Load a checkpoint of Penstock, or a file of Lightning.
+        """Load a Penstock checkpoint or a Lightning file.
 
         Args:
             path: The root of a run, or a file.
             map_location: A device for the tensors; default: the CPU. For a file, as for
                 `torch.load`.
-            weights_only: As for `torch.load`, for a file alone: Penstock runs no code in any case
-                unless the plugin was made with `allow_pickle=True`.
+            weights_only: As for `torch.load`, but only for a file. Penstock runs no code unless the
+                plugin has `allow_pickle=True`.
 
         Returns:
-            The checkpoint as it was handed to `save_checkpoint`.
+            The checkpoint that was passed to `save_checkpoint`.
 
         Raises:
             FileNotFoundError: There is nothing at `path`.
@@ -145,7 +145,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
         self._raise_first(done=False)
 
     def _raise_first(self, *, done: bool) -> None:
-        """Raise the first error of the finished tasks, or of all tasks."""
+        """Raise the first error of all tasks, or of the finished tasks only, if `done`."""
         chosen = [task for task in self._tasks if task.done() or not done]
         self._tasks = [task for task in self._tasks if task not in chosen]
         errors = [error for task in chosen if (error := task.exception()) is not None]
@@ -154,7 +154,7 @@ class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen
 
 
 def _finish(ckpt: penstock.Checkpointer, handle: penstock.SaveHandle, replaced: list[int]) -> None:
-    """Wait for a save, and delete the checkpoints that were at its path before."""
+    """Wait for a save, and delete the checkpoints that it replaces at its path."""
     with ckpt:
         handle.result()
         for step in replaced:

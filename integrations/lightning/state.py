@@ -1,4 +1,4 @@
-"""The state of a trainer besides its model and optimizers, and what will not resume exactly."""
+"""The state of a trainer besides its model and optimizers, and limits of an exact resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("penstock")
 
 
 class TrainerState:
-    """A state that is stored as it is, and comes back without a template."""
+    """Holds a state that is stored unchanged and restored without a template."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
@@ -40,7 +40,7 @@ def objects_of(trainer: Any) -> dict[str, Any]:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether training has ended between two optimizer steps, with gradients to be saved."""
+    """Return whether there are accumulated gradients to save, between two optimizer steps."""
     return bool(trainer.fit_loop.epoch_loop._should_accumulate()) and not _is_sharded(trainer)
 
 
@@ -50,7 +50,7 @@ def gradients_of(trainer: Any) -> dict[str, Any]:
 
 
 def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """Return what rank 0 of another number of ranks stored, without its position in the data."""
+    """Adapt rank 0's state to another number of ranks: drop its position in the data."""
     if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
         log.warning(
             "lightning: saved in the middle of an epoch by another number of ranks: the rest of "
@@ -68,7 +68,7 @@ def loader_states(trainer: Any) -> list[Any]:
 
 
 def fetches_itself(trainer: Any) -> bool:
-    """Whether `training_step` takes the iterator, and fetches batches itself."""
+    """Return whether `training_step` takes the iterator and fetches batches itself."""
     return type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
 
@@ -103,7 +103,7 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
 
 
 def _has_stopped_early(trainer: Any) -> bool:
-    """Whether `EarlyStopping` has ended training, not the program, which stops it to resume."""
+    """Return whether `EarlyStopping` ended training, not a program that will resume it."""
     callbacks = trainer.early_stopping_callbacks
     return bool(trainer.should_stop) and any(
         each.stopped_epoch or each.wait_count >= each.patience for each in callbacks
@@ -115,7 +115,7 @@ def plain_checkpoint(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        # A sharded model's would be gathered, and may be too large.
+        # A sharded model's state dict would be gathered, and may be too large.
         "state_dict": {} if _is_sharded(trainer) else trainer.lightning_module.state_dict(),
         "loops": {"fit_loop": state["loops"]},
         "callbacks": state["callbacks"],
@@ -128,7 +128,7 @@ def _is_sharded(trainer: Any) -> bool:
 
 
 def _hook_state(trainer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `on_save_checkpoint` of the module or a callback adds to a checkpoint."""
+    """Return the entries that `on_save_checkpoint` of the module or a callback adds."""
     module = trainer.lightning_module
     if not any(_overrides(each, "on_save_checkpoint") for each in (module, *trainer.callbacks)):
         return {}
@@ -146,7 +146,7 @@ def _overrides(value: object, name: str) -> bool:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield each setting that will not resume exactly, and what to do."""
+    """Yield each setting that prevents an exact resume, and the remedy."""
     loader = trainer.fit_loop._combined_loader
     if len(loader_states(trainer)) < len(loader.flattened):
         yield (

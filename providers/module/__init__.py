@@ -1,7 +1,7 @@
-"""The provider of `torch.nn.Module`: its parameters, buffers and extra state, by bare names.
+"""The provider of `torch.nn.Module`: parameters, buffers and extra state, without wrapper names.
 
-They are restored in place, with the module's load hooks. Tensors as bytes are in
-`penstock.providers.tensor`, and wrappers in `penstock.providers.wrappers`.
+It restores them in place and runs the module's load hooks. `penstock.providers.tensor` handles
+tensor bytes, and `penstock.providers.wrappers` finds wrappers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EXTRA = "_extra_state"
 
 
 class ModuleProvider(StateProvider):
-    """Stores what `module.state_dict(keep_vars=True)` shows, without the names of wrappers."""
+    """Stores the entries of `module.state_dict(keep_vars=True)`, without wrappers in the names."""
 
     name = "module"
     forms = ("module",)
@@ -114,7 +114,7 @@ class ModuleProvider(StateProvider):
                     yield device_name(weight.device), weight.untyped_storage().data_ptr()
 
     def left_out(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
-        """Return optimizers, schedulers and the like that an engine keeps beside its module."""
+        """Return optimizers, schedulers and similar objects that a module holds as attributes."""
         module, plain = unwrap(value), torch.nn.Module
         kind = type(module)
         if (kind.state_dict, kind.get_extra_state) != (plain.state_dict, plain.get_extra_state):
@@ -144,7 +144,7 @@ def _is_stateful(item: object) -> bool:
 
 
 def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every name of every parameter, without wrappers; a tied one comes once per name."""
+    """Yield every parameter under each of its names, tied names included, without wrappers."""
     if is_flattened(value):
         yield from flat_parameters(value)
         return
@@ -159,9 +159,9 @@ def named_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 class ModulePlacer:
     """Plans the restore of one module.
 
-    Tensors are filled in place. If the module has its own loading code, `finish` then calls its
-    `load_state_dict`, as users of torch would, with the module's state at that time: selected
-    objects come from the checkpoint, the others are unchanged.
+    Tensors are filled in place. If the module has its own loading code, `finish` then passes a full
+    state dict to its `load_state_dict`: the selected objects come from the checkpoint, the others
+    from the live module.
     """
 
     def __init__(self, value: torch.nn.Module, path: ObjectPath, context: PlaceContext) -> None:
@@ -194,9 +194,9 @@ class ModulePlacer:
         return self._result
 
     def _is_own(self, name: str, item: object) -> bool:
-        """Return whether `item` is a tensor of the module, or another one over the same memory.
+        """Return whether `item` is a tensor of the module, or shares memory with one.
 
-        A `state_dict` without `keep_vars` shows detached tensors, which share the memory.
+        Without `keep_vars`, `state_dict` returns detached tensors, which share memory.
         """
         if not isinstance(item, torch.Tensor):
             return False
@@ -221,9 +221,9 @@ class ModulePlacer:
         return live_state(self._module)
 
     def _is_live(self, name: str) -> bool:
-        """Return whether two state dicts have the same object: then the module holds it.
+        """Return whether the module holds this object, so that two state dicts return the same one.
 
-        A state-dict hook makes a new object at each call; a restore into it would be lost.
+        A state-dict hook makes a new object at each call, and a restore into it would be lost.
         """
         return self._again.get(name) is self._state[name]
 
@@ -231,7 +231,7 @@ class ModulePlacer:
         return self._context.stored(path) is not None or bool(self._context.children(path))
 
     def _build(self, name: str, path: ObjectPath, device: str | None, item: object) -> None:
-        """Plan to build new objects for the module to load; a DTensor is placed like `item`."""
+        """Plan to build a new object for the module to load; a DTensor is sharded like `item`."""
         if not self._is_there(path):
             if self._context.selected(path):
                 self._result.missing.append(path)
@@ -249,7 +249,7 @@ class ModulePlacer:
             self._makers[name] = placed.finish
 
     def _place_unloaded(self, item: object, path: ObjectPath, *, live: bool) -> None:
-        """Plan the restore of an object that no code of the module loads: in place, or refused."""
+        """Plan the in-place restore of an object that no module loads, or report a problem."""
         what = "made by a state-dict hook and is not part of the module"
         if live:
             placed = self._context.place(item, path)
@@ -269,7 +269,7 @@ class ModulePlacer:
             self._finishes.append(placed.finish)
 
     def _device(self, item: object) -> str:
-        """Return the device of the tensors of `item`, or else of the module."""
+        """Return the device of the first tensor in `item`, or else in the module."""
         tensors = [*_tensors(item), *_members(self._module)]
         return device_name(tensors[0].device) if tensors else "cpu"
 

@@ -1,7 +1,7 @@
-"""Modules of FSDP1 with `use_orig_params=True`: each rank holds ranges of flattened parameters.
+"""FSDP1 modules with `use_orig_params=True`, where each rank holds ranges of flattened parameters.
 
-Its own `state_dict` gathers whole parameters by collectives. Nothing here communicates: a
-rank's elements are read where FSDP keeps them, also while it has gathered parameters.
+FSDP1's own `state_dict` gathers whole parameters by collectives. This module does not communicate:
+it reads a rank's elements from FSDP1's local shard, even while parameters are gathered.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _Held:
     """A parameter that FSDP1 has flattened.
 
     Attributes:
-        parameter: The original parameter, which optimizers have.
-        local: The elements on this rank, one-dimensional; None: all of it, on each rank.
-        flat: Which elements these are.
+        parameter: The original parameter, which optimizers hold.
+        local: This rank's elements, one-dimensional; None if each rank has the whole parameter.
+        flat: Which elements `local` holds; None if `local` is None.
     """
 
     parameter: torch.Tensor
@@ -49,23 +49,23 @@ class _Held:
 
     @property
     def item(self) -> object:
-        """The object that is described, and restored into."""
+        """The object to describe or to restore into."""
         if self.local is None or self.flat is None:
             return self.parameter
         return self.flat.shard(self.local)
 
 
 def is_flattened(module: torch.nn.Module) -> bool:
-    """Return whether FSDP1 has flattened parameters of `module` or of modules inside."""
+    """Return whether FSDP1 has flattened parameters of `module` or of a submodule."""
     kind = _kind()
     return kind is not None and any(isinstance(m, kind) for m in module.modules())
 
 
 def flat_state(value: torch.nn.Module, path: ObjectPath) -> Iterator[tuple[str, object, bool]]:
-    """Yield bare name, item, and whether it is a parameter, of all that `state_dict` would show.
+    """Yield `(bare name, item, is_parameter)` for each entry that `state_dict` would return.
 
     Raises:
-        UnsupportedStateError: FSDP1 was given `use_orig_params=False`, or DTensors.
+        UnsupportedStateError: FSDP1 has `use_orig_params=False`, or shards DTensors.
     """
     held = _held(value, path)
     module = unwrap(value)
@@ -80,7 +80,7 @@ def flat_state(value: torch.nn.Module, path: ObjectPath) -> Iterator[tuple[str, 
 
 
 def flat_parameters(value: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every name of every original parameter, gathered or not."""
+    """Yield every original parameter under each of its names, gathered or not."""
     held = _held(value, ())
     module = unwrap(value)
     bare = bare_names(module)
@@ -96,8 +96,8 @@ def place_flat(value: torch.nn.Module, path: ObjectPath, context: PlaceContext) 
     """Plan the restore of the ranges that this rank holds, in place.
 
     Raises:
-        UnsupportedStateError: The module has its own loading code, for which FSDP1 would gather
-            whole parameters by collectives.
+        UnsupportedStateError: The module has its own loading code, which needs whole parameters
+            that FSDP1 would gather by collectives.
     """
     module = unwrap(value)
     if LoadHooks(module).present:
@@ -143,7 +143,6 @@ def place_flat(value: torch.nn.Module, path: ObjectPath, context: PlaceContext) 
 def _place_extra(
     part: torch.nn.Module, path: ObjectPath, device: str, context: PlaceContext
 ) -> Placement:
-    """Plan to build new extra state of `part`, and to set it."""
     if context.stored(path) is None and not context.children(path):
         return Placement(missing=[path] if context.selected(path) else [])
     placed = context.rebuild(path, device=device)
@@ -169,7 +168,7 @@ def _handles(value: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _Held]:
-    """Return the flattened parameters by the id of their module and their name there."""
+    """Return the flattened parameters by the id of their module and their name in it."""
     parameters: dict[tuple[int, str], _Held] = {}
     for state, handle in _handles(value):
         flat_param = handle.flat_param
@@ -221,7 +220,7 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
 
 
 def _replica(state: Any) -> tuple[int, int]:
-    """Return the place of this rank among those that hold the same ranges."""
+    """Return `(i, n)`: this rank is the `i`-th of `n` ranks that hold the same ranges."""
     group = getattr(state, "_inter_node_pg", None)  # of hybrid sharding
     if group is None:
         return 0, 1
@@ -231,7 +230,7 @@ def _replica(state: Any) -> tuple[int, int]:
 def _show(
     module: torch.nn.Module, shown: dict[str, Any], prefix: str, held: dict[tuple[int, str], _Held]
 ) -> None:
-    """Add what `state_dict` would, without the hooks of FSDP1, which gather."""
+    """Fill `shown` as `state_dict` would, but without FSDP1's hooks, which gather."""
     kind = _kind()
     assert kind is not None
     ours = isinstance(module, kind)
@@ -250,7 +249,7 @@ def _show(
 
 
 def _drop_gathered(value: torch.nn.Module) -> None:
-    """Free gathered parameters: the next forward would use their old values."""
+    """Free gathered parameters, so that the next forward does not use their old values."""
     for _, handle in _handles(value):
         is_gathered = hasattr(handle.flat_param, "_full_param_padded")
         if is_gathered and handle.uses_sharded_strategy and not handle.needs_unshard():

@@ -1,8 +1,8 @@
 """The load hooks of a module: its own code that runs when a state dict is loaded.
 
-A restore writes into the memory of a module's tensors, and such code would not notice: values
-derived from the tensors would stay stale, and state that only this code sets would be lost. So if
-there is such code, a restore ends with the module's own `load_state_dict`.
+A restore writes into tensor memory, and such code would not notice. Values derived from the tensors
+would stay stale, and state that only this code sets would be lost. So the restore of a module with
+such code ends with its own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BASE = torch.nn.Module
 
 
 class LoadHooks:
-    """Finds and runs the loading code of a module and of the modules inside it.
+    """Finds and runs the loading code of a module and its submodules.
 
-    Names are those of the module's own `state_dict`, with its inner wrappers.
+    Names are those of the module's own `state_dict`, inner wrappers included.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
@@ -52,7 +52,7 @@ class LoadHooks:
         """Whether there is loading code that is not torch's own."""
 
     def may_take(self, name: str) -> bool:
-        """Return whether loading may use an entry of this name, of whatever type."""
+        """Return whether the loading code may use an entry of this name and of any type."""
         if self._overrides or any(map(name.startswith, self._takers)):
             return True
         prefix, _, last = name.rpartition(".")
@@ -60,17 +60,17 @@ class LoadHooks:
         return owner is not None and _has_tensor(owner, last)
 
     def lend(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to load for a live one: itself, and torch's code then does nothing.
+        """Return the tensor to pass to the loading code for a live tensor.
 
-        Foreign code gets a copy, since it may reset the live tensor before it reads the argument.
-        A tensor that overlaps itself is not copied: torch refuses to copy into it from any other
-        tensor.
+        Torch's own code gets the live tensor itself, which makes its copy a no-op. Foreign code
+        gets a copy, since it may reset the live tensor before it reads the argument. A tensor that
+        overlaps itself is never copied, because torch refuses to copy another tensor into it.
         """
         seen = any(map(name.startswith, self._readers)) and not overlaps_itself(tensor)
         return tensor.detach().clone() if seen else tensor
 
     def run(self, state: Mapping[str, Any]) -> Sequence[str]:
-        """Load `state`, and return the names that torch reports as not loaded."""
+        """Load `state` and return the names that torch reports as unexpected."""
         load: Callable[..., Any] = self._root.load_state_dict
         options = {"strict": False} if _accepts(load, "strict") else {}
         tensors = [item for item in state.values() if isinstance(item, torch.Tensor)]
@@ -96,7 +96,7 @@ def run_post_hooks(wrappers: Sequence[torch.nn.Module]) -> None:
 
 
 def _is_of_fully_shard(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook only notices parameters that were replaced; a restore replaces none."""
+    """Return whether the hook is FSDP's; it handles replaced parameters, which no restore makes."""
     return module_of(hook).startswith("torch.distributed.fsdp.")
 
 

@@ -1,10 +1,10 @@
 """The provider of `torch.optim.Optimizer`: state by parameter *name*, param groups by index.
 
-Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank that has the state
-of some parameters only, as with `ZeroRedundancyOptimizer`, describes these. Each parameter has a
-node with its shape and place, so that optimizers without names can be matched by order. Only these
-nodes record which parameters a group has: ranks that train different parameters have different
-groups, and together they describe all parameters.
+Objects are `state/<parameter name>/<key>` and `param_groups/<i>/<key>`. A rank describes only the
+state that it holds: with `ZeroRedundancyOptimizer`, that of some parameters. Each parameter has a
+node with its shape and position, so that optimizers without names can be matched by order. Only
+these nodes record which parameters a group has, because ranks that train different parameters have
+different groups. Together the nodes of all ranks describe all parameters.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ Maker: TypeAlias = "Callable[[], object]"
 class OptimizerProvider(StateProvider):
     """Stores optimizers that keep torch's own `state_dict`.
 
-    Optimizers that override it are left to the provider of stateful values: their own code decides
-    what their state is. Wrappers of accelerate and Lightning Fabric are unwrapped first: they
-    override it as well, and their state would be stored by number.
+    The provider of stateful values stores optimizers that override it, since only their own code
+    knows their state. Wrappers of accelerate and Lightning Fabric override it too. They are
+    unwrapped first; otherwise their state would be stored by number.
     """
 
     name = "optimizer"
@@ -100,7 +100,7 @@ class OptimizerProvider(StateProvider):
                     continue
                 here = (*path, "param_groups", str(index), _text(key, path))
                 nodes += context.describe(item, here, role=Role.OPTIMIZER)
-        state: dict[Any, Any] = held.local.state  # may hold state of no parameter
+        state: dict[Any, Any] = held.local.state  # some may belong to no parameter
         for key, item in state.items():
             if not isinstance(key, torch.Tensor):
                 here = (*path, "shared", _text(key, path))
@@ -124,7 +124,7 @@ class OptimizerProvider(StateProvider):
     def place_dict(
         self, value: dict[Any, Any], node: Node, /, *, context: PlaceContext
     ) -> Placement | None:
-        """Plan the restore into a state dict by the names or the numbers of parameters."""
+        """Plan the restore into a state dict with parameter names or numbers."""
         template = template_dict(value, node, context) if node.form == FORM else None
         return None if template is None else template.place(node, context)
 
@@ -139,7 +139,7 @@ class OptimizerProvider(StateProvider):
 
     def claimed_memory(self, value: torch.optim.Optimizer, /) -> Iterable[MemoryKey]:
         if is_wrapper(type(value), OPTIMIZERS):
-            return ()  # the wrapped optimizer was described as well, and claims its own memory
+            return ()  # the wrapped optimizer is described too, and claims its own memory
         claimed = {memory_key(t, storage) for t, storage in _own_tensors(_tensors(_claimed(value)))}
         # Options that are tensors change outside of the step: a scheduler sets the learning rate.
         return claimed.difference(map(memory_key, _settings(value)))
@@ -156,7 +156,7 @@ class OptimizerProvider(StateProvider):
             return None
 
     def left_out(self, value: torch.optim.Optimizer, /) -> Iterable[tuple[str, object]]:
-        """Return the parameters: their modules store them."""
+        """Return the parameters, which their modules store."""
         if is_wrapper(type(value), OPTIMIZERS):
             return ()  # see `claimed_memory`
         return [("", p) for g in value.param_groups for p in _tensors(g["params"])]
@@ -205,7 +205,7 @@ def _describe_members(
 
 
 def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
-    """Return the node of a parameter; the facts are the values of its `meta`, in order."""
+    """Return the node of a parameter; `facts` are its `meta` values in the order of `names`."""
     names = ("shape", "group", "position", "named", "objects", "host")
     meta: dict[str, Any] = dict(zip(names, facts, strict=True))
     if meta["host"] is None:  # the parameter is on the host, and so is its state
@@ -216,7 +216,6 @@ def _node(path: ObjectPath, facts: tuple[Any, ...]) -> Node:
 def _state_paths(
     path: ObjectPath, names: Sequence[str], keys: Sequence[tuple[object, ...]]
 ) -> tuple[list[ObjectPath], list[ObjectPath]]:
-    """Return the path of each parameter, and of each object of its state."""
     heres = [(*path, "state", name) for name in names]
     pairs = zip(heres, keys, strict=True)
     return heres, [(*here, _text(key, here)) for here, some in pairs for key in some]
@@ -233,11 +232,11 @@ def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
 def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContext) -> None:
     """Refuse an unnamed parameter that only some ranks hold.
 
-    Ranks outside its mesh, such as other pipeline stages, have another parameter at the same place,
-    and one of the two would be lost.
+    Ranks outside its mesh, such as other pipeline stages, may have another parameter at the same
+    position, and one of the two would be lost.
 
     Raises:
-        UnsupportedStateError: Only some ranks hold it.
+        UnsupportedStateError: Only some ranks hold the parameter.
     """
     here, count = parameter.device_mesh.size(), context.world_size
     if here < count:
@@ -250,7 +249,7 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
 
 
 def _piece(item: object, flat: Flat) -> object:
-    """Return state of a parameter cut by flat ranges as a piece of the whole state."""
+    """Return a parameter's local state as a `Shard` of the whole state, if it is per element."""
     if not isinstance(item, torch.Tensor) or item.shape != (flat.stop - flat.start,):
         return item
     return flat.shard(item)
@@ -275,7 +274,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _claimed(value: torch.optim.Optimizer) -> list[object]:
-    """Return what only an optimizer step changes: parameters, and tensors of their state."""
+    """Return the parameters and state values that only an optimizer step changes."""
     state: Any = value.optim.state if is_zero(type(value)) else value.state  # type: ignore[attr-defined]  # ZeRO's
     values: list[object] = []
     for group in value.param_groups:
@@ -296,9 +295,9 @@ def _settings(value: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _own_tensors(tensors: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
-    """Yield the tensors that no other process has, with their storages.
+    """Yield each tensor that no other process shares, with its storage.
 
-    No fence in this process holds back another process's writes.
+    A fence in this process cannot hold back another process's writes.
     """
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -315,10 +314,10 @@ def _text(key: object, path: ObjectPath) -> str:
 
 
 class Rebuilder:
-    """Plans the state dict of one optimizer, with parameters in the order of groups.
+    """Plans the state dict of one optimizer, with parameters in group order.
 
-    Torch's `load_state_dict` takes the dict. With names instead of numbers,
-    torch.distributed.checkpoint takes it.
+    The dict has parameter numbers, for torch's `load_state_dict`. With `named_optimizers` it has
+    names, for torch.distributed.checkpoint.
     """
 
     def __init__(self, stored: Node, *, device: str | None, context: PlaceContext) -> None:
@@ -341,7 +340,7 @@ class Rebuilder:
         """Return the plan; its `finish` returns the dict.
 
         Raises:
-            FormatError: The stored objects do not make an optimizer.
+            FormatError: The stored objects do not form an optimizer.
         """
         state = self._state()
         groups = self._groups()
@@ -356,10 +355,10 @@ class Rebuilder:
         return self._result
 
     def _numbered(self) -> dict[ObjectPath, int]:
-        """Return the number of each parameter by the path of its state, and correct the counts.
+        """Map the state path of each parameter to its number, and correct the group sizes.
 
         Ranks that train different parameters report positions within their own groups. Then the
-        parameters of a group are in stored order, the first rank's first.
+        parameters of a group are numbered in stored order, those of the first rank first.
         """
         places: list[tuple[ObjectPath, int, int]] = []
         for node in self._context.nodes((*self._path, "state")):

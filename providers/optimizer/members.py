@@ -1,6 +1,6 @@
-"""The parameters of an optimizer: those on this rank, their names, and the stored ones they match.
+"""The parameters of an optimizer on this rank, their names, and their stored counterparts.
 
-Parameters are matched by name, or by order if no side has names.
+Parameters match by name, or by order if neither side has names.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MAX_PARAMETERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An optimizer as it is stored: as if one rank had all of it.
+    """An optimizer with the param groups of all ranks and the state of this rank.
 
     Attributes:
-        value: The optimizer in the state tree, or a state dict of one.
-        local: The optimizer that has the state on this rank: `value` itself, or the one that it
-            runs on its own parameters. Of a state dict, something with `state` and `defaults`.
+        value: The optimizer in the state tree, or its state dict.
+        local: The optimizer that holds this rank's state: `value` itself, or the inner optimizer
+            of `value`. For a state dict, an object with `state` and `defaults`.
         groups: The param groups, with the parameters of all ranks.
-        owned: The ids of the parameters whose state is on this rank alone; None: the state
-            of every parameter is here, and on every other rank that has the parameter.
+        owned: The ids of the parameters with state on this rank; None if each rank has the state of
+            all its parameters.
     """
 
     value: Any
@@ -65,34 +65,35 @@ class Held:
         return self.owned is None or id(parameter) in self.owned
 
     def publish_groups(self) -> None:
-        """Give the options in `groups` to the optimizer of this rank."""
+        """Copy the options in `groups` to this rank's local optimizer."""
         if self.local is self.value:
             return
         for group, local in zip(self.groups, self.local.param_groups, strict=True):
             local.update({key: option for key, option in group.items() if key != "params"})
 
     def hooks(self) -> list[Callable[..., Any]]:
-        """Return the load hooks of the optimizer around the local one, each called with it."""
+        """Return the load hooks of `value` if it wraps `local`; each hook takes `value`."""
         if self.local is self.value:
             return []
         return list(self.value._optimizer_load_state_dict_post_hooks.values())  # noqa: SLF001 - no other way
 
 
 def is_zero(kind: type) -> bool:
-    """Return whether `kind` is torch's ZeroRedundancyOptimizer, with torch's own state dict."""
+    """Return whether `kind` is a ZeroRedundancyOptimizer that keeps torch's own `state_dict`."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     zero: Any = getattr(module, "ZeroRedundancyOptimizer", None)
     return zero is not None and issubclass(kind, zero) and kind.state_dict is zero.state_dict  # type: ignore[attr-defined]  # it is
 
 
 def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
-    """Return what this rank holds of an optimizer.
+    """Return this rank's part of an optimizer.
 
-    With a `ZeroRedundancyOptimizer`, each rank holds the state of its partition's parameters in its
-    own optimizer. Nothing is consolidated: that would gather all state on one rank.
+    With a `ZeroRedundancyOptimizer`, each rank's inner optimizer holds the state of its partition.
+    That state is not consolidated, which would gather all of it on one rank.
 
     Raises:
-        UnsupportedStateError: A `ZeroRedundancyOptimizer` runs within the backward of DDP.
+        UnsupportedStateError: A `ZeroRedundancyOptimizer` has `overlap_with_ddp=True`, or the
+            elements of an FSDP1 parameter are not known.
     """
     refuse_unknown((p for group in value.param_groups for p in group["params"]), path)
     if not is_zero(type(value)):
@@ -109,7 +110,7 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
 
 
 def _with_elements(optimizer: torch.optim.Optimizer) -> frozenset[int] | None:
-    """Return the ids of the parameters that have elements here; None if none is cut by ranges."""
+    """Return the ids of the parameters with elements on this rank; None if no parameter is cut."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     flats = [flat_of(p) for p in parameters]
     if not any(flats):
@@ -143,12 +144,12 @@ class Member:
 
     @property
     def flat(self) -> Flat | None:
-        """Which elements of the whole parameter this rank has, if it is cut by flat ranges."""
+        """This rank's elements of the parameter; None if it is not cut by flat ranges."""
         return flat_of(self.parameter)
 
     @property
     def shape(self) -> list[int] | None:
-        """Shape of the whole parameter; None if it is not known."""
+        """Shape of the whole parameter; None if unknown."""
         return list(self.parameter.shape if self.flat is None else self.flat.shape)
 
 
@@ -157,15 +158,15 @@ def members(
     names_of: Callable[[object], Sequence[str]],
     recall: Callable[[object, Callable[[], _Names]], _Names] = lambda _, make: make(),
 ) -> list[Member]:
-    """Return the parameters of the param groups of an optimizer, in order, each once.
+    """Return the parameters of an optimizer's param groups, in order, each once.
 
-    A parameter takes the first of its names that no other parameter of this optimizer has: the
-    bare one, or, where two modules clash, the one with the tree key in front.
+    A parameter takes the first of its names that no other parameter of this optimizer has. That is
+    its bare name, or the name with the tree key in front if two modules clash.
 
     Args:
         groups: The param groups.
         names_of: Returns the names that modules of the tree give to a tensor.
-        recall: Returns the names that followed from an equal basis in the last save, or makes them.
+        recall: Returns the names that the last save made from an equal basis, or makes them.
     """
     parameters: dict[int, torch.Tensor] = {}
     places: list[tuple[int, int, tuple[str, ...]]] = []
@@ -182,7 +183,7 @@ def members(
 
 
 def _named(places: Sequence[tuple[int, int, tuple[str, ...]]]) -> _Names:
-    """Return name, `named` and candidates of each member, from its place and all its names."""
+    """Return `(name, named, candidates)` of each member, from its position and all its names."""
     candidates = [tuple(dict.fromkeys(names)) for _, _, names in places]
     uses = Counter(name for names in candidates for name in names)
     entries: _Names = []
@@ -194,7 +195,7 @@ def _named(places: Sequence[tuple[int, int, tuple[str, ...]]]) -> _Names:
 
 
 def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Return the shape of the parameter whose state has tensors of `shapes`; None: unknown.
+    """Infer a parameter's shape from the `shapes` of its state tensors; None if unknown.
 
     Most optimizers keep state of the parameter's shape. Adafactor keeps rows and columns.
     """
@@ -207,7 +208,7 @@ def shape_of_state(shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
 
 
 class Matcher:
-    """Matches the members of one optimizer, and adds problems to the placement."""
+    """Matches the members of one optimizer to stored parameters, and reports problems."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Matcher:
         """Whether only one side has names, so that no member can be matched or compared."""
 
     def match(self, members: list[Member]) -> dict[str, Node]:
-        """Return the nodes of stored parameters by the names of the live ones."""
+        """Return the stored node of each matched member, by the member's name."""
         matches: dict[str, Node] = {}
         used: set[ObjectPath] = set()
         unmatched: list[Member] = []
@@ -238,7 +239,7 @@ class Matcher:
             else:
                 unmatched.append(member)
         # Second, by names that only one parameter has: a module may have been stored alone and
-        # restored beside another module with the same names, or the other way round.
+        # restored beside another module with the same names, or vice versa.
         uses = Counter(name for member in unmatched for name in member.candidates)
         for member in unmatched:
             if not member.named:
@@ -323,6 +324,6 @@ def index_of(text: str, path: ObjectPath) -> int:
 
 
 def malformed(path: ObjectPath) -> FormatError:
-    """Return the error for nodes and objects that do not make an optimizer."""
+    """Return the error for nodes and objects that do not form an optimizer."""
     shown = show_path(path)
     return FormatError(f"{shown} is not a valid stored optimizer", [shown])

@@ -1,7 +1,7 @@
-"""The placing of optimizer state: matched by name, whole per parameter, in its stored dtype.
+"""The restore of optimizer state: by name, all or nothing per parameter, in the stored dtype.
 
-State is set directly: torch's `load_state_dict` would cast it to the dtype of its parameter. So the
-optimizer's load hooks, which `load_state_dict` would run, are run here afterwards.
+State is set directly, because torch's `load_state_dict` would cast it to the dtype of its
+parameter. The optimizer's load hooks run afterwards, as `load_state_dict` would run them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ class Placer:
         self._result.problems.append(f"{show_path(path)} {text}")
 
     def _is_there(self) -> bool:
-        """Return whether the checkpoint has an optimizer at this path."""
         context = self._context
         node = context.node(self._path)
         below = context.children(self._path)
@@ -152,10 +151,10 @@ class Placer:
         return True
 
     def _is_of_another_kind(self) -> bool:
-        """Return whether the state is another algorithm's, which this optimizer would never use.
+        """Return whether the stored state belongs to another algorithm, and report that.
 
-        A class of another name may be the same algorithm with more options or fewer. Two classes
-        count as different algorithms only if each has options that the other has not.
+        A class with another name may be the same algorithm with more or fewer options. Two classes
+        count as different algorithms only if each has options that the other lacks.
         """
         node, mine = self._context.node(self._path), self._held.kind
         theirs = mine if node is None else node.meta.get("class", "state dict")
@@ -193,7 +192,7 @@ class Placer:
                 self._finishes.append(lambda: self._optimizer.state.pop(member.parameter, None))
 
     def _leave_misfit(self, member: Member, node: Node) -> None:
-        """Report the state of a parameter that is stored with another shape, and leave it."""
+        """Report a parameter that is stored with another shape; its state is not restored."""
         live = [self._context.selected((*node.path, key)) for key in self._keys(member)]
         if not leaves(self._context, node.path) and not any(live):
             return
@@ -215,7 +214,7 @@ class Placer:
         )
 
     def _pass_over(self, path: ObjectPath) -> None:
-        """Count objects that another rank restores as known; this rank restores none of them."""
+        """Mark the objects at and below `path` as handled, because another rank restores them."""
         stored = self._context.stored(path)
         if stored is not None and stored.kind is Kind.TENSOR:
             sink = make_sink(torch.empty(0, device="cpu"), path)
@@ -265,7 +264,7 @@ class Placer:
         self._finishes.append(assign)
 
     def _check_needed(self, member: Member, node: Node, keys: Sequence[str]) -> None:
-        """Report state that the next step would lack, because an option is not restored."""
+        """Report state that a live, unrestored option needs and the checkpoint lacks."""
         restored = self._context.children((*self._groups, str(member.group)))
         options = self._held.groups[member.group]
         for classes, option, key in _NEEDED:
@@ -314,7 +313,7 @@ class Placer:
     def _place_piece(
         self, live: Any, path: ObjectPath, stored: StoredObject, flat: Flat, parameter: Any
     ) -> Placement:
-        """Plan the restore of the elements that this rank has of the whole state."""
+        """Plan the restore of this rank's elements of the state."""
         spec = replace(stored.spec, shape=(flat.stop - flat.start,))
         local = live
         if not isinstance(live, torch.Tensor) or live.shape != spec.shape:
@@ -352,7 +351,7 @@ class Placer:
                 self._place_group(groups[at], (*self._groups, index))
 
     def _difference_of_groups(self, matches: dict[str, Node]) -> Difference | None:
-        """Return how the groups differ, if they do: options would go to the wrong parameters."""
+        """Return a difference in the groups, which would put options on the wrong parameters."""
         shown, groups = show_path(self._groups), self._held.groups
         node = self._context.node(self._path)
         count = len(groups) if node is None else len(node.meta.get("groups", ()))
@@ -402,7 +401,7 @@ class Placer:
 
 
 def _agree(stored: object, here: list[int] | None) -> bool:
-    """Return whether two shapes of a parameter agree; a state dict may not have its shape."""
+    """Return whether two shapes agree; None, an unknown shape, agrees with any shape."""
     return stored is None or here is None or stored == here
 
 
@@ -411,11 +410,11 @@ def _groups(count: int) -> str:
 
 
 def _run_own_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Run the code that `load_state_dict` runs besides setting state; the state is already set.
+    """Run the rest of `load_state_dict` after the state was set.
 
-    If that code may change the state, the optimizer loads its own state dict. Tensors that stay
-    unchanged, or that torch only casts to their parameter's dtype, are put back: they keep their
-    dtype, and the memory that they were restored into.
+    If hooks or an override may change the state, the optimizer loads its own state dict. Tensors
+    that stay unchanged, or that torch only casts to their parameter's dtype, are then put back.
+    They keep their dtype, and the memory that they were restored into.
     """
     before: dict[int, Any] = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined, unused-ignore]  # noqa: SLF001 - no other way
     base = torch.optim.Optimizer.load_state_dict
@@ -432,7 +431,7 @@ def _run_own_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _uncast(old: Any, new: Any) -> Any:
-    """Return `new` with the tensors of `old` that are the same, perhaps in another dtype."""
+    """Return `new`, but with the tensors of `old` that differ at most in dtype."""
     if isinstance(new, torch.Tensor):
         return old if isinstance(old, torch.Tensor) and _is_cast(old, new) else new
     kinds: set[type] = {type(old), type(new)}
@@ -444,7 +443,7 @@ def _uncast(old: Any, new: Any) -> Any:
 
 
 def _is_cast(old: torch.Tensor, new: torch.Tensor) -> bool:
-    if is_sharded(old) and is_sharded(new):  # comparing them as they are would communicate
+    if is_sharded(old) and is_sharded(new):  # comparing DTensors would communicate
         return old.placements == new.placements and _is_cast(local_of(old), local_of(new))
     if old is new or old.shape != new.shape:
         return old is new
@@ -452,5 +451,5 @@ def _is_cast(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor: unlike the values, they are equal for equal NaNs."""
+    """Return the bytes of a tensor, which are equal for equal NaNs, unlike the values."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """A stored state dict of an optimizer, read as if the optimizer itself had been stored.
 
-torch.distributed.checkpoint makes such dicts by the names of parameters, nested or flattened, and
-`Optimizer.state_dict` makes them by numbers.
+torch.distributed.checkpoint keys such dicts by parameter name, nested or flattened.
+`Optimizer.state_dict` keys them by number.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ STATE, GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of the stored value at the path `root`."""
-
     root: ObjectPath
     value: Any
 
@@ -48,16 +46,16 @@ _Items: TypeAlias = "dict[tuple[str, ...], _Entry]"
 
 @dataclass(slots=True)
 class _Layout:
-    """What a stored dict holds, by the names or numbers that parameters have in it.
+    """The content of a stored dict, by the parameter names or numbers that it uses.
 
     Attributes:
         params: The names of the parameters of each group.
         state: The state of each parameter.
         options: The options of each group.
         numbered: Whether the names are numbers.
-        own_names: Real names by number, where the dict has them too.
-        shared: State of no parameter.
-        twins: The other copies of an option that is a tensor, by the path of the first copy.
+        own_names: Real names by number, if the dict has them too.
+        shared: State that belongs to no parameter.
+        twins: The other copies of each tensor option, by the path of the first copy.
         known: Paths of stored objects that are not restored separately.
         conflicts: Options that differ within a group: the group, the key, and two parameters.
     """
@@ -74,9 +72,9 @@ class _Layout:
 
 
 class StoredDict(PlaceContext):
-    """Shows the objects of a stored state dict at the paths of an optimizer's objects.
+    """Presents a stored state dict under the paths of a stored optimizer.
 
-    Flattened state has different paths. Patterns then have to select both.
+    For a flattened dict the two paths differ, and patterns must select both.
 
     Attributes:
         members: The parameters of the live optimizer, under the names to match them by.
@@ -112,11 +110,11 @@ class StoredDict(PlaceContext):
         self._add((*path, SHARED), layout.shared)
 
     def twins(self, path: ObjectPath) -> Sequence[ObjectPath]:
-        """Return where other copies of an option that is a tensor are stored."""
+        """Return the paths of the other stored copies of a tensor option."""
         return self._twins.get(self._stored_path(path), ())
 
     def settled(self, placement: Placement) -> Placement:
-        """Return a plan that was made in this context, with stored paths for core."""
+        """Return a plan made in this context with its paths replaced by stored paths, for core."""
         placement.targets = [t._replace(path=self._stored_path(t.path)) for t in placement.targets]
         placement.values = list(map(self._stored_path, placement.values))
         placement.passed_over += self._known
@@ -190,7 +188,7 @@ class StoredDict(PlaceContext):
         return self._context.tied_names(tensor)
 
     def _add(self, path: ObjectPath, items: _Items) -> None:
-        """Add the entries below `path`, which exists even without entries."""
+        """Add the entries below `path`; the path exists even if `items` is empty."""
         for here in [path, *((*path, *keys) for keys in items)]:
             for depth in range(len(self._path), len(here)):
                 self._below.setdefault(here[:depth], {})[here[depth]] = None
@@ -241,13 +239,13 @@ class StoredDict(PlaceContext):
 def stored_dict(
     context: PlaceContext, path: ObjectPath, members: list[Member], group_count: int
 ) -> StoredDict | None:
-    """Return what is stored at `path`, if it is the state dict of an optimizer; else None.
+    """Return the state dict of an optimizer that is stored at `path`; None if there is none.
 
     Args:
         context: The context of the restore.
         path: The path of the optimizer.
         members: The parameters of the live optimizer.
-        group_count: How many groups it has.
+        group_count: The number of its param groups.
     """
     node = context.node(path)
     if node is not None and node.form != "dict":
@@ -329,7 +327,7 @@ def _nested(whole: PlaceContext, top: Mapping[str, _Entry]) -> _Layout | None:
         layout.known += [entry for entry in membership if isinstance(entry, tuple)]
         layout.options.append({(k,): e for k, e in options.items() if k not in MEMBERSHIP})
     if layout.numbered:
-        # A name among the numbers is state of no parameter.
+        # A name among the numbers belongs to no parameter.
         layout.shared = {(name,): e for name, e in entries.items() if not name.isdigit()}
         layout.state = {name: items for name, items in state.items() if name.isdigit()}
     return layout
@@ -356,7 +354,7 @@ def _flattened(
 ) -> _Layout:
     """Return the layout of a dict with keys such as `state.<name>.exp_avg`.
 
-    Each parameter has the options of its group, so the groups are those of the live optimizer.
+    The dict repeats a group's options for each parameter. The groups are the live optimizer's.
     """
     keys, own = split_keys(top)
     options = {name: {key: top[full] for key, full in each.items()} for name, each in own.items()}
@@ -389,7 +387,7 @@ def _flattened(
 
 
 def _content(whole: PlaceContext, at: _Entry | None) -> object:
-    """Return something to compare an option by; tensors are compared by core."""
+    """Return a value to compare an option by; for tensors the spec, as core compares the bytes."""
     if at is None or isinstance(at, _Part):
         return None if at is None else repr(at.value)
     stored = whole.stored(at)
@@ -399,15 +397,15 @@ def _content(whole: PlaceContext, at: _Entry | None) -> object:
 
 
 def is_flattened(keys: Iterable[object]) -> bool:
-    """Return whether there are keys, and all are those of a flattened state dict."""
+    """Return whether `keys` is not empty and all are keys of a flattened state dict."""
     matches = [type(key) is str and key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in keys]
     return bool(matches) and all(matches)
 
 
 def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Return the full keys of the state and of the options, by parameter and the rest of the key.
+    """Group the full keys of state and of options by parameter and the rest of the key.
 
-    Without options, the last part of a key is the rest.
+    If no option has the parameter's name, the rest is the last part of the key.
     """
     state: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}
@@ -428,7 +426,7 @@ def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str
 
 
 def flattened(prefix: str, items: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return `items` with their keys flattened, including the keys of inner dicts."""
+    """Return `items` with flattened keys, including the keys of inner dicts."""
     result: dict[str, Any] = {}
     for key, item in items.items():
         full = f"{prefix}.{key}"

@@ -1,7 +1,7 @@
 """A state dict in the template, into which a stored optimizer is restored.
 
-torch.distributed.checkpoint makes such dicts by the names of parameters, nested or flattened, and
-`Optimizer.state_dict` makes them by numbers.
+torch.distributed.checkpoint keys such dicts by parameter name, nested or flattened.
+`Optimizer.state_dict` keys them by number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Group(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _HeldDict(Held):
-    """A state dict in the form of an optimizer, with a stand-in for each parameter."""
+    """A state dict presented as an optimizer, with a stand-in tensor for each parameter."""
 
     write: Callable[[], None] = lambda: None
 
@@ -71,13 +71,13 @@ class _DictMember(Member):
 
 
 class TemplateDict:
-    """A state dict of the template.
+    """An optimizer's state dict in the template.
 
     Args:
         value: The dict.
         names: The name or number of each parameter, by group.
         groups: The options of each group.
-        state: The state of each parameter: in the dict itself, unless it is flattened.
+        state: The state of each parameter: the dict's own objects, unless it is flattened.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class TemplateDict:
         return texts
 
     def _named_by_order(self, stored: Sequence[Node]) -> dict[Any, str]:
-        """Return the stored names of the parameters that are at the same place in their group."""
+        """Return the stored name at each parameter's position, or `<group>.<position>`."""
         there = {(n.meta.get("group"), n.meta.get("position")): n.path[-1] for n in stored}
         return {
             name: there.get(place, f"{place[0]}.{place[1]}") for name, place in self._places.items()
         }
 
     def _unproved(self, node: Node, stored: Sequence[Node]) -> Iterable[str]:
-        """Yield why the order of parameters may differ, as sentences."""
+        """Yield problem texts for the reasons why the parameter order may differ."""
         there, here = node.meta.get("groups"), [len(names) for names in self._names]
         places = {(n.meta.get("group"), n.meta.get("position")) for n in stored}
         if there != here or len(places) < len(stored):
@@ -269,7 +269,7 @@ def _flattened(value: dict[str, Any], node: Node, context: PlaceContext) -> Temp
 
 
 def _stand_in(items: dict[Any, Any], used: set[int]) -> torch.Tensor:
-    """Return a tensor for a parameter: one of its state tensors that is placed like it."""
+    """Return a stand-in for a parameter: its largest state tensor, with DTensors preferred."""
     tensors = [t for t in items.values() if isinstance(t, torch.Tensor) and id(t) not in used]
     best = max(tensors, key=lambda t: (is_sharded(t), t.numel()), default=None)
     if best is None:

@@ -1,4 +1,4 @@
-"""The provider of tensors: loose ones, and the leaves of every composite."""
+"""The provider of tensors, alone or inside modules, optimizers and other values."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ _KNOWN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class TensorProvider(StateProvider):
-    """Stores tensors and parameters, plain or sharded, and classes that consist of tensors."""
+    """Stores tensors and parameters, plain or sharded, and tensor classes made of other tensors."""
 
     name = "tensor"
     forms = ("tensor", PARTS_FORM)
 
     def __init__(self) -> None:
-        # One event per device and save is enough, recorded again for each tensor: the copies, which
-        # wait for the event, begin after the last tensor was described.
+        # One event per device and save is enough. It is recorded again for each tensor, and the
+        # copies that wait for it begin after the last tensor was described.
         self._moments: WeakKeyDictionary[DescribeContext, dict[torch.device, torch.cuda.Event]]
         self._moments = WeakKeyDictionary()
         self._empty: WeakKeyDictionary[DescribeContext, dict[object, tuple[ObjectPath, object]]]
@@ -219,7 +219,6 @@ class TensorProvider(StateProvider):
     def _sharded(
         self, tensor: DTensor, path: ObjectPath, role: Role, context: DescribeContext
     ) -> StateObject:
-        """Describe this rank's part of a DTensor."""
         shard = local_shard(tensor, path, last_cut=last_cut_of(tensor))
         local = local_of(tensor)
         _refuse_local(local, path)
@@ -243,7 +242,7 @@ class TensorProvider(StateProvider):
     def _piece(
         self, value: Any, path: ObjectPath, context: DescribeContext
     ) -> tuple[StateObject | Node, ...]:
-        """Describe a stand-in for a tensor, or for a piece of one."""
+        """Describe a `Streamed`, a `Shard` or a Megatron `ShardedTensor`."""
         if isinstance(value, Streamed):
             return (describe_streamed(value, path),)
         if isinstance(value, Shard):
@@ -260,9 +259,9 @@ class TensorProvider(StateProvider):
     ) -> StateObject:
         """Tie a piece without elements to an earlier one of the same tensor.
 
-        Core ties pieces by their memory, and these have none. But the ranks that hold elements tie
-        them, and all ranks must describe an object alike. The context keeps `owner` alive, so that
-        no other object gets its key.
+        Core ties pieces by their memory, and an empty piece has none. The ranks that hold elements
+        do tie them, and all ranks must describe an object alike. `owner` is kept alive as long as
+        the context, so that no other object gets its key.
         """
         if entry.regions:
             return entry
@@ -285,7 +284,6 @@ class TensorProvider(StateProvider):
 def _whole_objects(
     paths: Iterable[ObjectPath], role: Role, sources: Sequence[TensorSource]
 ) -> list[StateObject]:
-    """Return the objects of whole tensors."""
     kind, form, new = Kind.TENSOR, "tensor", tuple.__new__
     layouts = [source.layout for source in sources]
     return [  # by `tuple.__new__`, which takes half as long as the class
@@ -296,13 +294,13 @@ def _whole_objects(
 
 @lru_cache(maxsize=1024)
 def _whole(dtype: torch.dtype, shape: torch.Size) -> tuple[TensorSpec, Region]:
-    """Return the spec and region of a whole tensor; cached, since few shapes serve thousands."""
+    """Return the spec and region of a whole tensor; cached, since thousands share few shapes."""
     name, itemsize = dtype_name(dtype)
     return TensorSpec(name, itemsize, tuple(shape)), Region.whole(shape)
 
 
 def _checked_target(tensor: torch.Tensor, path: ObjectPath) -> Target:
-    """Return the memory of a tensor as a target; a plain tensor is asked for each fact once.
+    """Return the memory of a tensor as a target; queries a plain tensor for each fact only once.
 
     Raises:
         UnsupportedStateError: The tensor has no plain memory, or its memory was freed.
@@ -354,7 +352,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor itself; `to_local` would wait for collectives, and make a view."""
+    """Return the local tensor itself; `to_local` would wait for collectives and make a view."""
     return tensor._local_tensor  # noqa: SLF001 - see above
 
 
@@ -365,9 +363,9 @@ def _last_cut(tensor: DTensor, like: torch.Tensor | None) -> int | None:
 
 
 def new_like(parameter: torch.Tensor, stored: StoredObject) -> torch.Tensor | None:
-    """Return a new DTensor that is placed like `parameter`, to read its state into.
+    """Return a new DTensor with the placement of `parameter`, to read its state into.
 
-    None if the parameter is not a DTensor, or the stored tensor has another shape.
+    Returns None if `parameter` is not a DTensor, or the stored tensor has another shape.
     """
     if not is_sharded(parameter) or stored.spec.shape != tuple(parameter.shape):
         return None
@@ -405,7 +403,7 @@ def empty_tensor(stored: Any, device: str | None) -> torch.Tensor:
 def same_kind(
     tensor: object, stored: StoredObject | None, device: torch.device, context: PlaceContext
 ) -> bool:
-    """Return whether `tensor` can take the stored tensor in place, on `device`."""
+    """Return whether `tensor` is on `device` and can be filled from the stored tensor."""
     local = local_of(tensor) if is_sharded(tensor) else tensor
     return (
         stored is not None
@@ -431,7 +429,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's bytes are plain strided memory; it may have been freed."""
+    """Return whether the tensor's bytes are plain strided memory, which may have been freed."""
     return (
         not tensor.is_nested
         and not tensor.is_meta
@@ -475,7 +473,7 @@ def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
     """Refuse a DTensor's local tensor if its bytes are not a part of the whole tensor's bytes.
 
     Raises:
-        UnsupportedStateError: They are not; the message says what to do instead.
+        UnsupportedStateError: It cannot be stored; the message says what to do instead.
     """
     if has_parts(type(local)):
         _refuse(
@@ -514,7 +512,7 @@ def _refuse(path: ObjectPath, reason: str) -> None:
 
 
 class StreamedSource(ByteSource):
-    """The source that asks a function for the bytes."""
+    """Reads the bytes of a streamed tensor from the user's function."""
 
     __slots__ = ("_read", "address", "device", "memory", "nbytes")
 

@@ -1,8 +1,8 @@
-"""Rectangles of tensors that are cut by hand: `penstock.Shard`, and Megatron's `ShardedTensor`.
+"""Manually sharded tensors: `penstock.Shard`, and Megatron's `ShardedTensor`.
 
-The fields of a `ShardedTensor` of Megatron's `dist_checkpointing` identify it: nothing is imported.
-It has the place of its local tensor in the whole one. Axes that Megatron puts in front number
-tensors, such as layers of a pipeline: each number is a separate object below the path.
+A `ShardedTensor` of Megatron's `dist_checkpointing` is recognized by its fields, without an import.
+It records the position of its local tensor in the whole tensor. Axes that Megatron prepends number
+tensors, such as layers of a pipeline. Each number is a separate object below the path.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _FIELDS = frozenset(
 
 
 def describe_shard(value: Shard, path: ObjectPath, *, context: DescribeContext) -> StateObject:
-    """Return the tensor of `value` as a rectangle of the whole one.
+    """Describe the tensor of `value` as a rectangle of the whole tensor.
 
     Raises:
-        UnsupportedStateError: The tensor is not one object, or cannot be stored.
+        UnsupportedStateError: The tensor is stored as several objects, or cannot be stored.
     """
     entry = _described_piece(value.tensor, path, value.global_shape, context=context)
     return entry._replace(regions=value.regions, replica=value.place)
@@ -52,7 +52,7 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
     """Plan the restore of the rectangle into the tensor of `value`.
 
     Raises:
-        UnsupportedStateError: The tensor is not one object, or cannot be written in place.
+        UnsupportedStateError: The tensor is several objects, or cannot be written in place.
     """
     flags = getattr(value.tensor, "flags", None)
     if flags is not None and not flags.writeable:
@@ -64,10 +64,10 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
 
 
 def describe_shards(value: Shards, path: ObjectPath, *, context: DescribeContext) -> StateObject:
-    """Return the pieces of `value` as one object of several rectangles, in order of their offsets.
+    """Describe the pieces of `value` as one object of several rectangles, ordered by offset.
 
     Raises:
-        UnsupportedStateError: A piece is not one object, or cannot be stored.
+        UnsupportedStateError: A piece is stored as several objects, or cannot be stored.
     """
     entries = [describe_shard(piece, path, context=context) for piece in value.pieces]
     # Empty pieces are left out; each piece of an empty tensor is the whole tensor.
@@ -84,7 +84,7 @@ def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> P
     """Plan the restore of each piece of `value` into its tensor.
 
     Raises:
-        UnsupportedStateError: A piece is not one object, or cannot be written in place.
+        UnsupportedStateError: A piece is several objects, or cannot be written in place.
     """
     result = Placement(finish=lambda: value)
     for piece in value.pieces:
@@ -93,9 +93,9 @@ def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> P
 
 
 def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the regions, joined where they follow each other along the first dimension.
+    """Join regions that are adjacent along the first dimension.
 
-    A process that saves alone can store one rectangle only: the whole tensor.
+    A process that saves alone must store one rectangle, the whole tensor.
     """
     joined: list[Region] = []
     for region in regions:
@@ -112,7 +112,7 @@ def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
 def _described_piece(
     tensor: object, path: ObjectPath, shape: Sequence[int], *, context: DescribeContext
 ) -> StateObject:
-    """Describe a piece of a tensor of that shape, unless it is stored as several objects."""
+    """Describe a piece of a tensor of `shape`; raise if it is stored as several objects."""
     entries = list(context.describe(tensor, path))
     if len(entries) != 1 or isinstance(entries[0], Node):
         raise _of_parts(tensor, path)
@@ -127,7 +127,7 @@ def _placed_piece(
     *,
     context: PlaceContext,
 ) -> Placement:
-    """Plan the restore of the regions into a piece of a tensor, unless it is several objects."""
+    """Plan the restore of `regions` into a piece; raise if it is stored as several objects."""
     placed = context.place(tensor, path)
     if any(target.path != path for target in placed.targets):
         raise _of_parts(tensor, path)
@@ -150,7 +150,7 @@ def _of_parts(tensor: object, path: ObjectPath) -> UnsupportedStateError:
 
 
 class PiecesSource(ByteSource):
-    """The bytes of several sources on one device, in order."""
+    """Concatenates the bytes of several sources on one device."""
 
     __slots__ = ("_pieces", "address", "device", "memory", "nbytes")
 
@@ -213,8 +213,6 @@ class PiecesSource(ByteSource):
 
 
 class _Copies(PendingCopy):
-    """Several copies in flight."""
-
     __slots__ = ("_copies",)
 
     def __init__(self, copies: Sequence[PendingCopy]) -> None:
@@ -247,13 +245,13 @@ def is_megatron(kind: type) -> bool:
 def describe_megatron(
     value: Any, path: ObjectPath, *, context: DescribeContext
 ) -> tuple[StateObject, tuple[Node, ...]]:
-    """Return what this rank stores of the whole tensor: nothing, unless it is the main replica.
+    """Describe this rank's part of the whole tensor, which is empty unless it is the main replica.
 
-    The nodes are above the object.
+    Also returns the nodes above the object.
 
     Raises:
-        UnsupportedStateError: There is no local tensor, it cannot be stored, or it does not lie
-            within the whole one.
+        UnsupportedStateError: The local tensor is missing, cannot be stored, or does not lie
+            within the whole tensor.
     """
     here, shape, regions = _place(value, path)
     # Megatron identifies replicas by coordinates, and does not give their number.
@@ -266,10 +264,10 @@ def describe_megatron(
 
 
 def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Placement:
-    """Plan the restore of the local tensor, whichever replica it is.
+    """Plan the restore of the local tensor, on every replica.
 
     Raises:
-        UnsupportedStateError: There is no local tensor, or it cannot be written in place.
+        UnsupportedStateError: The local tensor is missing, or cannot be written in place.
     """
     here, shape, regions = _place(value, path)
     placed = _placed_piece(value.data, here, shape, regions, context=context)
@@ -278,7 +276,7 @@ def place_megatron(value: Any, path: ObjectPath, *, context: PlaceContext) -> Pl
 
 
 def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], tuple[Region, ...]]:
-    """Return path and shape of the whole tensor, and the rectangles of it that are held."""
+    """Return the path and shape of the whole tensor, and the rectangles that `value` holds."""
     if value.data is None:
         raise _refusal(path, "has no data: call its init_data() first")
     count = value.prepend_axis_num

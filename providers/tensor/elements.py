@@ -1,8 +1,8 @@
-"""Elements of tensors: cut into blocks that plain indexing reaches, gathered, and compared.
+"""Tensor elements: cut into blocks for plain indexing, gathered, and compared.
 
-torch rounds twice as fast as `convert_floats`, which reads such a tensor again. The two differ in
-the bits of a NaN, and a processor may have instructions that take the smallest numbers for zero. So
-a tensor that holds a NaN counts as different, and torch is first compared with `convert_floats`.
+torch rounds twice as fast as `convert_floats`, which restores rounded tensors. The two differ in
+NaN bits, and some processors flush subnormal numbers to zero. So a tensor with a NaN counts as
+different, and torch is first checked against `convert_floats`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Index, int]]:
-    """Cut elements `[start, stop)` of an array of `shape`, counted row-major.
+    """Cut the row-major elements `[start, stop)` of an array of `shape` into blocks.
 
-    Yields `(index, position)`: the elements of `array[index]` are at `position` of the range.
-    Any shape has at most two blocks per dimension and one more.
+    Yields `(index, position)`: the elements of `array[index]` begin at `position` in the range.
+    There are at most two blocks per dimension, plus one.
     """
     if start >= stop:
         return
@@ -75,7 +75,7 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Inde
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
-    """Return whether two elements of `width` may share memory; False is always right.
+    """Return whether two elements of `width` may share memory; False is certain, True is not.
 
     `strides` and `width` are in the same unit.
     """
@@ -91,10 +91,10 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> boo
 
 
 class GatheredLines(NamedTuple):
-    """The lines of several tensors, in separate memory on the tensors' device.
+    """The lines (see `Lines`) of several tensors, copied together on the tensors' device.
 
     Attributes:
-        data: All bytes; of `uint8`, with one dimension.
+        data: All bytes, one-dimensional `uint8`.
         order: The numbers of the tensors, in the order of their bytes in `data`.
         sizes: The number of bytes of each tensor, in the same order.
     """
@@ -104,7 +104,7 @@ class GatheredLines(NamedTuple):
     sizes: list[int]
 
     def split(self, host: torch.Tensor) -> list[bytes]:
-        """Return the bytes of each tensor, by number; `host` is `data` in host memory."""
+        """Return the bytes of each tensor, in number order; `host` is `data` in host memory."""
         view = host.numpy().data
         pieces = [b""] * len(self.order)
         at = 0
@@ -115,14 +115,14 @@ class GatheredLines(NamedTuple):
 
 
 def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> GatheredLines:
-    """Gather lines of tensors on one device, on its current stream.
+    """Gather lines of tensors that are on one device, on its current stream.
 
     Args:
         tensors: The tensors, each as its `carrier`, whose elements copy bit by bit.
-        lines: The lines of each.
+        lines: The lines of each tensor.
 
-    A strided view has the lines of a contiguous tensor, and `cat` copies many views by one kernel:
-    1,000 tensors take some 3 ms of the host, and indexing each would take three times as long.
+    The lines of a contiguous tensor are one strided view, and `cat` copies many views in one
+    kernel. 1,000 tensors take some 3 ms of host time. Indexing each would take three times as long.
     """
     groups: dict[tuple[torch.dtype, int], tuple[list[int], list[int], list[torch.Tensor]]] = {}
     for number, (source, of) in enumerate(zip(tensors, lines, strict=True)):
@@ -157,9 +157,9 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
 
 
 def is_rounded(tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether `tensor` has the elements of `master`, rounded to nearest even, bit for bit.
+    """Return whether `tensor` is `master` rounded to nearest even, bit for bit.
 
-    False if it has a NaN. The two are on one device.
+    Returns False if it has a NaN. Both are on one device.
     """
     if master.dtype is not torch.float32 or tensor.dtype not in DTYPES:
         return False

@@ -1,4 +1,4 @@
-"""Parameters that FSDP1 cuts: this rank holds a range of the flattened elements."""
+"""Parameters that FSDP1 cuts: each rank holds a range of a parameter's flattened elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Flat:
         shape: Shape of the whole parameter.
         start: The first element.
         stop: The element after the last one.
-        replica: `(i, n)`: this rank is the `i`-th of `n` ranks that hold them.
+        replica: `(i, n)`: this rank is the `i`-th of `n` ranks that hold these elements.
     """
 
     shape: tuple[int, ...]
@@ -36,17 +36,17 @@ class Flat:
     replica: tuple[int, int] = (0, 1)
 
     def shard(self, local: torch.Tensor) -> Shard:
-        """Return `local`, which has these elements, as a piece of a tensor of that shape."""
+        """Return `local`, which holds these elements, as a shard of the whole parameter."""
         return Shard(local, self.shape, replica=self.replica, flat_range=(self.start, self.stop))
 
 
 def note_piece(local: torch.Tensor) -> None:
-    """Note that `local` has the elements of one parameter, under whichever names."""
+    """Record that `local` holds elements of one parameter, whatever its names."""
     _pieces[local] = True
 
 
 def is_piece(tensor: object) -> bool:
-    """Return whether `tensor` was noted as the elements of one parameter."""
+    """Return whether `note_piece` recorded `tensor`."""
     return isinstance(tensor, torch.Tensor) and tensor in _pieces
 
 
@@ -56,15 +56,15 @@ def is_stored_as_tensor(item: object) -> bool:
 
 
 def note_flat(parameter: torch.Tensor, flat: Flat | None) -> None:
-    """Note which elements `parameter` has, for its optimizer, which does not know the module.
+    """Record which elements `parameter` has, for its optimizer, which does not know the module.
 
-    None: all of them.
+    If `flat` is None, it has all elements.
     """
     _flats[parameter] = flat
 
 
 def is_noted(parameter: torch.Tensor) -> bool:
-    """Return whether it was noted which elements `parameter` has."""
+    """Return whether `note_flat` recorded `parameter`."""
     return parameter in _flats
 
 
@@ -74,7 +74,7 @@ def refuse_unknown(
     *,
     known: Callable[[torch.Tensor], bool] = is_noted,
 ) -> None:
-    """Refuse parameters that FSDP1 has flattened, unless it is known which elements are here.
+    """Refuse parameters that FSDP1 has flattened, unless this rank's elements are known.
 
     Raises:
         UnsupportedStateError: A parameter's elements are not known.

@@ -1,8 +1,8 @@
 """Holds that keep torch.multiprocessing from moving a tensor's memory while it is read.
 
 Sending a tensor to another process moves its storage to shared memory, usually on a thread of the
-queue, and frees the memory where it was. torch enters a storage that it moves into a table, so that
-no two threads move it at once. A hold is an entry in that table: a thread that wants to move the
+queue, and frees the old memory. While torch moves a storage, a table lists it, so that no two
+threads move it at once. A hold is an entry in that table, and a thread that wants to move the
 storage waits for it.
 """
 
@@ -28,7 +28,7 @@ if not hasattr(_torch, "_share_memory_lock"):
 
 
 class _Hold:
-    """The entry in torch's table for a storage that is being read; torch waits on entering it."""
+    """A table entry for a storage that is being read; `__enter__` waits for the end of the read."""
 
     __slots__ = ("_storage", "_unread", "holders")
 
@@ -53,7 +53,7 @@ class _Hold:
 
 
 def hold(storages: Iterable[torch.UntypedStorage]) -> Callable[[], None]:
-    """Keep `storages` where they are, until the returned function is called, on any thread."""
+    """Keep `storages` in place until the returned function is called, on any thread."""
     held: list[int] = []
     left = deque(storages)
     while (moving := _enter(left, held)) is not None:
@@ -82,9 +82,9 @@ def still(storages: Callable[[], Iterable[torch.UntypedStorage]], action: Callab
 
 
 def _enter(left: deque[torch.UntypedStorage], held: list[int]) -> Any:
-    """Hold the storages that are `left`, up to one that torch moves; return its entry, or None.
+    """Hold the storages in `left` up to one that torch is moving; return its entry, or None.
 
-    Keys of held storages move from `left` to `held`.
+    Held storages are removed from `left`, and their keys are added to `held`.
     """
     with _torch._share_memory_lock:  # noqa: SLF001
         while left:
@@ -102,7 +102,7 @@ def _enter(left: deque[torch.UntypedStorage], held: list[int]) -> Any:
 
 
 def _leave(key: int) -> _Hold | None:
-    """Remove a hold; return the entry if that was its last hold."""
+    """Remove a hold; return the entry if that was the storage's last hold."""
     entry = _moves[key]
     entry.holders -= 1
     if entry.holders:

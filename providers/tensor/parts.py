@@ -1,9 +1,9 @@
-"""Tensors that consist of other tensors: classes with `__tensor_flatten__`, as torch.compile asks.
+"""Tensors made of other tensors: classes with `__tensor_flatten__`, a protocol of torch.compile.
 
-Quantized weights and optimizer state are examples. The parts are stored as tensors below the path,
-and restored in place; the node holds the class and the context to put them together. A stored
-context is compared with the template's. A rebuild uses plain values only, and classes and functions
-that are loaded and known to torch as safe: a checkpoint must not run code.
+Quantized weights and optimizer state are examples. The parts are stored as tensors below the path
+and restored in place. The node holds the class and the context that puts the parts together. A
+restore compares the stored context with the template's. A rebuild uses only plain values, and
+loaded classes and functions that torch lists as safe, because a checkpoint must not run code.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _place_each(
     path: ObjectPath,
     context: PlaceContext,
 ) -> Placement:
-    """Plan the restore of all parts, or of none: a mix of two states would be neither."""
+    """Plan the restore of all parts or none, because a mix of two states would be neither."""
     result = Placement(finish=lambda: tensor)
     placed = {name: context.place(part, (*path, name)) for name, part in parts.items()}
     misfit = _misfit(parts, placed, path, context)
@@ -139,7 +139,7 @@ def _place_each(
 
 
 def fits(tensor: object, node: Node | None, path: ObjectPath, device: torch.device) -> bool:
-    """Return whether `tensor` can take the stored parts in place, on `device`."""
+    """Return whether `tensor` is on `device` and can be filled from the stored parts."""
     return (
         isinstance(tensor, torch.Tensor)
         and node is not None
@@ -154,8 +154,8 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
     """Plan to build a new tensor from new parts.
 
     Raises:
-        UnsupportedStateError: The class is not loaded, or not known to torch as safe.
-        FormatError: The node is not that of a tensor of parts.
+        UnsupportedStateError: The class is not loaded, or torch does not list it as safe.
+        FormatError: The node does not describe a tensor of parts.
     """
     path, meta = node.path, node.meta
     match meta:
@@ -185,7 +185,7 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors without parts that `tensor` consists of; itself, if it has no parts."""
+    """Yield the innermost parts of `tensor`, or `tensor` itself if it has no parts."""
     if not has_parts(type(tensor)):
         yield tensor
         return
@@ -199,9 +199,9 @@ def _misfit(
     path: ObjectPath,
     context: PlaceContext,
 ) -> Difference | None:
-    """Return a difference in any part as one of the whole tensor.
+    """Return the first difference in a part as a difference of the whole tensor.
 
-    Otherwise `strict=False` would skip that part, and fill the other parts.
+    Otherwise `strict=False` would skip that part and fill the others.
     """
     for name, part in parts.items():
         for each in placed[name].differences:
@@ -237,7 +237,7 @@ def _kind(tensor: torch.Tensor, path: ObjectPath) -> dict[str, Any]:
 
 
 def _shown(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that have to be equal for parts to fit."""
+    """Return the fields that must be equal for the parts to fit."""
     return {key: meta.get(key) for key in ("class", "dtype", "shape", "parts", "context")}
 
 
@@ -283,8 +283,9 @@ def decode_context(data: Any, path: ObjectPath) -> Any:
     """Decode a context that `encode_context` encoded.
 
     Raises:
-        UnsupportedStateError: The context needs a class or function not known to torch as safe.
-        FormatError: `data` is not what `encode_context` writes.
+        UnsupportedStateError: The context needs a class or function that torch does not list as
+            safe.
+        FormatError: `data` is not in the format of `encode_context`.
     """
     match data:
         case {"form": "list", "items": list(items)}:
@@ -317,7 +318,7 @@ def global_name(value: object) -> str:
 def safe_global(name: str, path: ObjectPath) -> Any:
     """Return the class or function of that name, if it is registered with torch as safe to call.
 
-    Nothing is imported because a checkpoint names it.
+    A name in a checkpoint never causes an import.
 
     Raises:
         UnsupportedStateError: No safe class or function has that name.

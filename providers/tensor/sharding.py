@@ -1,9 +1,9 @@
-"""Which elements this rank holds of a tensor that is distributed over a mesh of ranks: a `DTensor`.
+"""The elements of a `DTensor` that this rank holds.
 
-Nothing here communicates, and torch's own offsets are not used: those of torch 2.13 leave rows out
+This module does not communicate and does not use torch's own offsets. Those of torch 2.13 omit rows
 where `fully_shard` and tensor parallelism cut one uneven dimension. Each mesh dimension that shards
-a dimension of the tensor is a cut, and the cuts of one dimension follow each other: those of
-`distribute_tensor` from left to right, that of `fully_shard` last, wherever its mesh dimension
+a dimension of the tensor is a cut. The cuts of one dimension follow each other: those of
+`distribute_tensor` from left to right, then that of `fully_shard`, wherever its mesh dimension
 is. If the sizes divide evenly, both orders agree; otherwise rows change their rank.
 """
 
@@ -39,8 +39,8 @@ MAX_REGIONS = 1 << 16
 class Cut(NamedTuple):
     """How one mesh dimension cuts a dimension of a tensor.
 
-    The tensor's dimension is cut into `factor` pieces, and each piece into one for each rank: a
-    rank takes its own part of every piece, in order. Pieces have one size, the smallest that
+    The tensor's dimension is cut into `factor` pieces, and each piece into one share per rank. A
+    rank takes its own share of every piece, in order. Pieces and shares have the smallest size that
     suffices; the last ones may be smaller or empty.
 
     Attributes:
@@ -64,10 +64,9 @@ class LocalShard:
 
     Attributes:
         global_shape: Shape of the whole tensor.
-        regions: Rectangles of the whole tensor. Their elements, each rectangle row-major, one
-            after the other, are the local tensor's elements in row-major order. Empty if this
-            rank holds no element.
-        replica: Which of the ranks with the same elements this rank is; None for a rank outside of
+        regions: Rectangles of the whole tensor. Their row-major elements, concatenated, are the
+            local tensor's row-major elements. Empty if this rank holds no element.
+        replica: This rank's index among the ranks with the same elements; None for a rank outside
             the mesh.
     """
 
@@ -77,18 +76,18 @@ class LocalShard:
 
 
 def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = None) -> LocalShard:
-    """Return the elements of `tensor` that this rank holds, from its mesh and placements.
+    """Return the elements of `tensor` that this rank holds, derived from its mesh and placements.
 
     Args:
-        tensor: The tensor; its local tensor is only asked for its shape.
-        path: Where it is in the state, for messages.
+        tensor: The tensor; only the shape of its local tensor is read.
+        path: Its path in the state, for messages.
         last_cut: The mesh dimension that `fully_shard` has cut, as `last_cut_of` returns it for the
-            parameter; also for its gradient and its optimizer state. None: unknown, so all orders
-            of cutting that the placements allow must agree.
+            parameter; also for its gradient and its optimizer state. None if unknown: then all
+            orders of cutting that the placements allow must agree.
 
     Raises:
-        UnsupportedStateError: The tensor is a pending sum, or it is not certain, on any rank of the
-            mesh, which elements the local tensor holds.
+        UnsupportedStateError: The tensor is a pending sum, or it is not certain which elements
+            some rank of the mesh holds.
     """
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
@@ -124,11 +123,11 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
 
 
 def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
-    """Return the sharded parameter by the id of each tensor that stands in for it.
+    """Map the id of each tensor that stands in for a sharded parameter to that parameter.
 
-    Between forward and backward, or after a forward that did not reshard, or only partly
-    (`reshard_after_forward=4`), the module shows such tensors, while optimizers have the sharded
-    parameters. Nothing is resharded here.
+    Between forward and backward, the module shows such tensors, while optimizers hold the sharded
+    parameters. The same is true after a forward that did not reshard, or only partly
+    (`reshard_after_forward=4`). This function does not reshard.
     """
     sharded = {}
     for record in _fully_sharded(module):
@@ -140,7 +139,7 @@ def sharded_parameters(module: torch.nn.Module) -> dict[int, DTensor]:
 
 
 def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield what `fully_shard` keeps of each parameter below `module`."""
+    """Yield the record that `fully_shard` keeps of each parameter below `module`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     # Not loaded unless a module is cut, and slow to load.
@@ -157,15 +156,15 @@ def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def note_fully_shard(module: torch.nn.Module) -> None:
-    """Note which parameters of `module` `fully_shard` shards, for `last_cut_of`."""
+    """Record the parameters of `module` that `fully_shard` shards, for `last_cut_of`."""
     for record in _fully_sharded(module):
         _of_fully_shard[id(record.sharded_param)] = record
 
 
 def last_cut_of(tensor: DTensor) -> int | None:
-    """Return the `last_cut` of a noted module's parameter, or of a tensor that is cut like it.
+    """Return the `last_cut` of a recorded parameter, or of a tensor that is cut like one.
 
-    None for all others.
+    Returns None for any other tensor.
     """
     parameter = _like.get().get(id(tensor), tensor)
     record = _of_fully_shard.get(id(parameter))
@@ -180,7 +179,7 @@ def last_cut_of(tensor: DTensor) -> int | None:
 
 @contextmanager
 def cut_like(pairs: Iterable[tuple[DTensor, DTensor]]) -> Iterator[None]:
-    """Within the context, `last_cut_of` knows the first of each pair as state of the second."""
+    """Make `last_cut_of` treat the first of each pair as state of the second, in this context."""
     token = _like.set({id(tensor): parameter for tensor, parameter in pairs})
     try:
         yield
@@ -223,7 +222,7 @@ def _find_cut(record: Any) -> int | None:
 
 
 def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[int]:
-    """Return the mesh dimension that shards `dimension` over these ranks, if there is one."""
+    """Return the mesh dimension that shards `dimension` over `ranks`, in a list of at most one."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -241,10 +240,11 @@ def _dimension_over(tensor: DTensor, dimension: int, ranks: list[int]) -> list[i
 
 
 def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
-    """Return the cuts of each dimension of the tensor, by mesh dimension.
+    """Return the cuts of each dimension of the tensor, in mesh order.
 
     Raises:
-        UnsupportedStateError: A placement is not one whose elements are known.
+        UnsupportedStateError: A placement's elements are not known, or the order of cuts is not
+            the default.
     """
     # The module of a DTensor is loaded; torch itself does not load it.
     from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
@@ -293,13 +293,13 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
 def _held(
     size: int, cuts: Order, last_cut: int | None, coordinate: tuple[int, ...]
 ) -> Spans | None:
-    """Return the indices of a dimension that a rank holds; None if orders of cutting disagree."""
+    """Return a rank's indices in one dimension; None if the possible cut orders disagree."""
     orders = _orders(cuts, last_cut)
     return _spans(size, orders[0], coordinate) if _agree(size, orders) else None
 
 
 def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
-    """Return the orders in which the cuts of a dimension may have been made, likeliest first."""
+    """Return the possible orders of a dimension's cuts, likeliest first."""
     tail = tuple(Cut(m, n) for m, n, _ in cuts if m == last_cut)
     rest = tuple(cut for cut in cuts if cut.mesh_dimension != last_cut)
     orders = [rest + tail]
@@ -311,7 +311,7 @@ def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
 
 
 def _agree(size: int, orders: tuple[Order, ...]) -> bool:
-    """Return whether each rank of the mesh holds the same indices, whatever the order."""
+    """Return whether all orders give each rank of the mesh the same indices."""
     if len(orders) == 1:
         return True
     first = orders[0]
@@ -344,7 +344,7 @@ def _spans(size: int, order: Order, coordinate: tuple[int, ...]) -> Spans:
 
 
 def _part(held: Spans, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield elements `[first, stop)`, counted along `held`."""
+    """Yield the spans of elements `[first, stop)`, counted along `held`."""
     position = 0
     for a, b in held:
         start, end = max(first - position, 0), min(stop - position, b - a)
@@ -368,7 +368,7 @@ def _joined(spans: list[tuple[int, int]]) -> Spans:
 
 @lru_cache(maxsize=4096)
 def _rectangles(spans: tuple[Spans, ...]) -> tuple[Region, ...] | None:
-    """Return rectangles of the indices in `spans`, their elements row-major; None: too many."""
+    """Return the rectangles that `spans` form, in row-major order; None if there are too many."""
     if not all(spans):
         return ()
     # Up to the last dimension with several spans, each row starts a rectangle.

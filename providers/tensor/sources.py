@@ -43,7 +43,7 @@ _lock = threading.Lock()  # guards `_streams`
 
 
 def dtype_name(dtype: torch.dtype) -> tuple[str, int]:
-    """Return the name without torch's prefix, and the bytes of an element."""
+    """Return the dtype's name without torch's prefix, and its bytes per element."""
     # Cached: a state has thousands of tensors, and few dtypes.
     known = _DTYPES.get(dtype)
     if known is None:
@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype) -> tuple[str, int]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return `"cpu"`, `"cuda:0"`, and so on; cached, as in `dtype_name`."""
+    """Return `"cpu"`, `"cuda:0"`, and so on; cached like `dtype_name`."""
     known = _DEVICES.get(device)
     if known is None:
         known = _DEVICES[device] = str(device)
@@ -61,18 +61,18 @@ def device_name(device: torch.device) -> str:
 
 
 class TensorLayout(NamedTuple):
-    """Facts that follow from a tensor's dtype, device, shape and strides alone.
+    """Facts that depend only on a tensor's dtype, device, shape, strides and view flags.
 
     Attributes:
         spec: Dtype and shape.
         regions: The region of the whole tensor.
         device: `"cpu"`, `"cuda:0"`, and so on.
         strides: Bytes from one element to the next along each dimension.
-        reading: The name of the dtype, and whether the bytes are read conjugated or negated.
-        nbytes: Bytes of the elements.
+        reading: The dtype's name, with ` conj` or ` neg` for a conjugated or negated view.
+        nbytes: Bytes of all elements.
         extent: Bytes from the first element to the end of the last in memory; 0 on the meta device,
             which has none.
-        is_flat: Whether the bytes of the tensor's values lie row-major in host memory.
+        is_flat: Whether the tensor's values are row-major in host memory.
     """
 
     spec: TensorSpec
@@ -146,9 +146,9 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-dim tensor over `buffer` without copying; a read-only one must only be read."""
+    """Return a 1-dim tensor over `buffer` without a copy; writing to it needs a writable buffer."""
     if buffer.readonly:
-        # By address: `frombuffer` warns of a read-only buffer, although it is only read here.
+        # By address: `frombuffer` warns about a read-only buffer, although it is only read here.
         address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
         raw = (ctypes.c_char * buffer.nbytes).from_address(address)
         return torch.frombuffer(raw, dtype=dtype)
@@ -156,21 +156,21 @@ def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """Return the bytes of a flat tensor (see `is_flat`) without copying; keeps its storage alive.
+    """Return the bytes of a flat tensor (see `is_flat`) without a copy; keeps its storage alive.
 
-    Does not call `tensor.numpy()`: torch would never resize the storage again, so code that
-    offloads weights, or enlarges a buffer, would fail in training.
+    Does not call `tensor.numpy()`, after which torch refuses to resize the storage. Code that
+    offloads weights or enlarges a buffer would then fail in training.
     """
     return np.asarray(_StorageBytes(tensor, nbytes)).data
 
 
 class _StorageBytes:
-    """A tensor's memory, for a numpy array; keeps the storage alive."""
+    """Exposes a tensor's memory to numpy, and keeps its storage alive."""
 
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self._storage = tensor.untyped_storage()  # the tensor itself may get another one
+        self._storage = tensor.untyped_storage()  # the tensor itself may get another storage
         if tensor.storage_offset() * tensor.dtype.itemsize + nbytes > self._storage.nbytes():
-            msg = "the storage of a tensor was freed or shrunk while its memory was asked for"
+            msg = "a tensor's storage was freed or shrunk while its memory was requested"
             raise RuntimeError(msg)
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -181,10 +181,10 @@ class _StorageBytes:
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor reaches beyond its storage.
+    """Return whether a strided tensor extends past the end of its storage.
 
     Then its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
-    torch does not check: reading such a tensor returns foreign bytes, or ends the process.
+    torch does not check: reading such a tensor returns foreign bytes or crashes the process.
     """
     layout = layout_of(tensor)
     end = tensor.storage_offset() * layout.spec.itemsize + layout.extent
@@ -197,7 +197,7 @@ class _TensorMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An alias: it keeps this memory if training assigns `.data` later, and any thread may write
-        # it, as it takes no part in autograd.
+        # it, because it takes no part in autograd.
         alias = tensor.detach()
         storage = alias.untyped_storage()
         first: int = alias.storage_offset()  # type: ignore[assignment]  # no symbol
@@ -211,7 +211,7 @@ class _TensorMemory:
         start: int,
         elements: int,
     ) -> None:
-        """Set all fields; the first element is `elements` elements after the start."""
+        """Set all fields; the tensor begins `elements` elements after `start`."""
         self.tensor = alias
         self.storage = storage
         self.layout = layout
@@ -224,13 +224,13 @@ class _TensorMemory:
 
     @classmethod
     def of_host(cls, tensors: Sequence[torch.Tensor]) -> tuple[list[Self], list[int]]:
-        """Return the memory of host tensors, and the numbers of those that cannot be stored.
+        """Return the memory of host tensors, and the indices of those that cannot be stored.
 
-        Each getter for all tensors takes half as long as all getters for each tensor.
+        One getter at a time for all tensors takes half as long as all getters for each tensor.
 
         Raises:
-            RuntimeError: torch does not report where a tensor begins, or how it is laid out: it
-                is nested or sparse, for example.
+            RuntimeError: torch does not report a tensor's offset or strides, because it is nested
+                or sparse, for example.
         """
         aliases = [*map(torch.Tensor.detach, tensors)]
         storages = [*map(torch.Tensor.untyped_storage, aliases)]
@@ -258,7 +258,7 @@ class _TensorMemory:
         before: tuple[object, ...] = ()
         layout, is_quantized = None, False
         for alias, storage, start, size, first, facts in columns:
-            if facts != before:  # most tensors are laid out as the one before
+            if facts != before:  # most tensors have the layout of the previous one
                 before, layout, is_quantized = facts, layout_of(alias), alias.is_quantized
             assert layout is not None
             memory = cls.__new__(cls)
@@ -270,10 +270,10 @@ class _TensorMemory:
 
     @property
     def memory(self) -> MemoryKey | None:
-        """Where the memory was when this was made."""
+        """The identity of the memory when this object was made; None if it has no bytes."""
         layout = self.layout
         # Meta tensors have no memory, and all have address 0: they are not tied.
-        if self._key is None and layout.extent:  # made when asked for: few are
+        if self._key is None and layout.extent:  # made on demand: few are needed
             self._key = MemoryKey(
                 layout.device, self._start, self._offset, layout.spec.shape, layout.strides,
                 layout.reading,
@@ -289,8 +289,8 @@ class _TensorMemory:
         return None if self.address is None else flat_memory(self.tensor, self.nbytes)
 
 
-class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made when asked for
-    """The source of a tensor's bytes; copies from devices block."""
+class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `memory` is made on demand
+    """The source of a tensor's bytes; a copy from a device blocks."""
 
     __slots__ = ()
 
@@ -338,7 +338,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
     def _begin(
         cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
     ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
-        """Gather lines on a device; return them, and a function that waits for them on the host."""
+        """Gather lines on a device; return them, and a function that brings them to the host."""
         del device
         gathered = gather_lines([carrier(tensor) for tensor, _ in wanted], [of for _, of in wanted])
         return gathered, gathered.data.cpu
@@ -410,7 +410,7 @@ _storage, _tensor = attrgetter("storage"), attrgetter("tensor")  # of sources
 
 
 def _places(sources: Sequence[ByteSource]) -> list[int | None]:
-    """Return the address of each source, 0 where its memory was freed, None where it has none."""
+    """Return each source's address: 0 if its memory was freed, None if it never had any."""
     storages = [*map(_storage, sources)]
     starts = map(torch.UntypedStorage.data_ptr, storages)
     sizes = map(torch.UntypedStorage.nbytes, storages)
@@ -433,7 +433,7 @@ def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:
 def copy_range(
     tensor: torch.Tensor, start: int, out: memoryview, *, non_blocking: bool = False
 ) -> None:
-    """Copy row-major bytes from `start` on to host memory, without a copy of the whole tensor."""
+    """Copy row-major bytes from byte `start` on to host memory; never copies the whole tensor."""
     source = carrier(tensor)
     target = host_tensor(out, source.dtype)
     first = start // tensor.dtype.itemsize
@@ -488,7 +488,7 @@ class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `Tens
                 sink._copy_few(start, source + low, high - low)  # noqa: SLF001 - of this class
 
     def _copy_few(self, start: int, source: int, nbytes: int) -> None:
-        """Copy by address, in a quarter of the time: a slab has thousands of small tensors."""
+        """Copy by address, which takes a quarter of the time for the small tensors of a slab."""
         if self.is_lost() or not 0 <= start <= self.nbytes - nbytes:
             msg = (
                 f"{nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
@@ -537,9 +537,9 @@ class ShardSink(TensorSink):
 
 
 class OverlapSink(TensorSink):
-    """The sink of a tensor whose elements share memory (`expand`): filled through scratch.
+    """Fills a tensor whose elements share memory (`expand`) through scratch memory.
 
-    `written` raises RestoreError if the stored values differ for one place.
+    `written` raises RestoreError if two stored values for the same memory differ.
     """
 
     __slots__ = ("_live", "_path")
@@ -586,14 +586,14 @@ def make_sink(tensor: torch.Tensor, path: ObjectPath) -> TensorSink:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may share memory; False is always right."""
+    """Return whether two elements may share memory; False is certain, True is not."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     return may_overlap(tensor.shape, tensor.stride(), 1)
 
 
 def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
-    """Return the stream that copies state from `device`; all saves share one for each use."""
+    """Return the stream that copies state from `device`; all saves share one stream per use."""
     with _lock:
         stream = _streams.get((device, use))
         if stream is None:
@@ -622,7 +622,7 @@ class CudaCopy(PendingCopy):
 
 
 class CudaSource(TensorSource):
-    """The source of a CUDA tensor's bytes, as of an event on the describing thread's stream."""
+    """The source of a CUDA tensor's bytes at an event on the describing thread's stream."""
 
     __slots__ = ("_moment",)
 

@@ -1,4 +1,4 @@
-"""The decoding of plain Python values from JSON that `encode` wrote; trusts nothing."""
+"""The decoding of plain Python values from JSON that `encode` wrote and that is not trusted."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _ZONE = re.compile(r"[\w+-]+(/[\w+-]+)*", re.ASCII)
 
 
 def decode_value(data: bytes, path: ObjectPath) -> object:
-    """Decode a value that `encode_value` encoded; trusts nothing.
+    """Decode a value that `encode_value` encoded; `data` is not trusted.
 
     Raises:
-        FormatError: `data` is not what `encode_value` writes.
+        FormatError: `data` is not in the format of `encode_value`.
         UnsupportedStateError: A class that `data` names is not loaded.
     """
     try:
@@ -87,7 +87,7 @@ def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def _without_collisions(keys: list[Any]) -> list[Any]:
-    """Return `keys`; refuse keys that would make a set or dict hold the GIL for hours."""
+    """Return `keys`, or raise if their hash collisions could hold the GIL for hours."""
     if collide(keys):
         msg = "its members or keys have hashes that collide too often"
         raise ValueError(msg)
@@ -134,7 +134,7 @@ def _decode_numpy(text: Any, data: dict[str, Any]) -> Any:
 
 
 def _padded(text: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the scalar with the zeros at its end, which numpy drops when it reads an element."""
+    """Return the scalar with its trailing zeros, which numpy drops when it reads an element."""
     if dtype.kind == "S":
         return np.bytes_(text + b"\0" * (dtype.itemsize - len(text)))
     return np.str_(text + "\0" * (dtype.itemsize // _UCS4_BYTES - len(text)))
@@ -164,8 +164,8 @@ def _decode_dataclass(items: Any, data: dict[str, Any]) -> Any:
     if values.keys() != set(names):
         stored, here = (show_text(", ".join(some) or "none") for some in (values, names))
         msg = (
-            f"the dataclass {show_text(data['class'])} was stored with the fields {stored}, and "
-            f"has {here} here: load with the class as it was, or exclude it"
+            f"the dataclass {show_text(data['class'])} was stored with the fields {stored}, but "
+            f"now has {here}: load it with the old class, or exclude it"
         )
         raise UnsupportedStateError(msg)
     made = object.__new__(kind)
@@ -241,10 +241,10 @@ def _decode_zone(zone: Any) -> dt.tzinfo | None:
 
 @lru_cache(maxsize=1024)  # more than there are
 def _zone(key: str) -> ZoneInfo:
-    """Return the zone as the user's own `ZoneInfo(key)` does, if that runs no unexpected code.
+    """Return what the user's own `ZoneInfo(key)` would, if that runs no unexpected code.
 
-    `ZoneInfo` imports the package `tzdata` for a key that the system does not have, from the
-    first place that has it, and a subpackage that the key names.
+    For a key that the system lacks, `ZoneInfo` imports the package `tzdata` from the first place
+    that has it, and a subpackage that the key names.
     """
     with installed_only():
         package = importlib.util.find_spec("tzdata")

@@ -1,8 +1,8 @@
-"""The encoding of plain Python values as JSON, bit by bit; `decode` is the inverse.
+"""The exact encoding of plain Python values as JSON; `decode` is the inverse.
 
 JSON's own types represent themselves; all other values are `{"$": tag, ...}`. Decoding never
-imports a module because a checkpoint names it: classes (Enum, named tuple, dataclass) must be
-loaded already.
+imports a module that a checkpoint names, so classes (Enum, named tuple, dataclass) must be loaded
+already.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ NUMPY_KINDS = frozenset("biufcmMSU")
 
 
 def class_name(kind: type) -> str | None:
-    """Return `module:qualified.name` of a class that can be found by it; None for other classes."""
+    """Return `module:qualified.name` of a class if it leads back to the class; None otherwise."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     return name if loaded_class(name) is kind else None
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of a dataclass that has no other content; None for any other class.
+    """Return the field names of a dataclass without other content; None for any other class.
 
-    No code of the class runs, since a checkpoint may name any class.
+    Does not run the class's code, because a checkpoint may name any class.
     """
     fields = inspect.getattr_static(kind, "__dataclass_fields__", None)
     # A class with its own `__new__` has more content, as a subclass of dict does.
@@ -93,14 +93,14 @@ def encode_value(value: object, path: ObjectPath) -> bytes:
     """Encode a value as bytes.
 
     Raises:
-        UnsupportedStateError: A part of it cannot be stored; the message names the part's path.
+        UnsupportedStateError: A part of the value cannot be stored; the message has its path.
     """
     encoder = _Encoder(path)
     return json.dumps(encoder.encode(value), separators=(",", ":")).encode("ascii")
 
 
 class _Encoder:
-    """Encodes one value; keeps the path of the current part, for the message of an error."""
+    """Encodes one value; keeps the path of the current part for error messages."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
@@ -124,7 +124,10 @@ class _Encoder:
         return [[self.at(f"/key {show_key(key)}", key), self.at(_step(key), v)] for key, v in items]
 
     def items(self, values: Iterable[Any]) -> list[Any]:
-        return [self.at(f"[{index}]", value) for index, value in enumerate(values)]
+        listed = [*values]
+        if {*map(type, listed)} == {int} and max(map(abs, listed)) < _JSON_INT:
+            return listed  # the states of generators have hundreds
+        return [self.at(f"[{index}]", value) for index, value in enumerate(listed)]
 
     def at(self, step: str, value: Any) -> Any:
         self._within.append(step)
@@ -224,7 +227,7 @@ class _Encoder:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether `text` has no surrogates: JSON joins two adjacent lone ones."""
+    """Return whether `text` has no surrogates; JSON would join two adjacent lone ones."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -43,11 +43,11 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
     """Run all checks, each on its own roots.
 
     Args:
-        open_root: Opens the root of that name, which must be empty the first time.
+        open_root: Opens the root of a name, which must be empty when it is first opened.
 
     Returns:
-        The names of the skipped checks: the backend does not declare the capability, or the store
-        cannot run the check (a crash, where no forked process can use the store).
+        The names of the skipped checks. The backend does not declare their capability, or the store
+            cannot run them: a crash needs a store that a forked process can use.
 
     Raises:
         AssertionError: A promise of the contract is broken, or a check was skipped although its

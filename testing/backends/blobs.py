@@ -1,4 +1,4 @@
-"""Checks of blobs in any sizes, batches and threads, of a writer's life, and of capabilities."""
+"""Checks of blobs of any size, batches and threads, a writer's life cycle, and capabilities."""
 
 # ruff: noqa: D103, S311 - checks explain themselves by their names; nothing here is secret
 
@@ -237,7 +237,7 @@ def other_threads_run_during_writes_and_reads(open_root: OpenRoot) -> None:
 
 
 def _held_s(call: Callable[[], None]) -> float:
-    """Return the longest pause of this thread while `call` ran in another one."""
+    """Return the longest pause of this thread while `call` ran in another thread."""
     over = threading.Event()
     failure: list[BaseException] = []
 

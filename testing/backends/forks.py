@@ -181,7 +181,7 @@ class ForkedProcess:
         reader, writer = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 and later warn of the parent's threads, whose locks the child may find
-            # held for ever; the child uses none of them.
+            # held forever; the child uses none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:

@@ -485,8 +485,6 @@ def what_a_crash_leaves_is_listed_and_can_be_deleted(open_root: OpenRoot) -> Non
 
 
 def _crash_while_writing(open_root: OpenRoot, name: str) -> None:
-    """Begin a blob in another process, which dies."""
-
     def begin() -> tuple[Backend, BlobWriter]:
         backend = open_root("crash")
         writer = backend.create(name)
@@ -535,7 +533,7 @@ def cached_part(file: Path) -> float | None:
 
 
 def goes_past_the_cache(folder: Path) -> bool:
-    """Return whether direct writes leave no cached pages; a tmpfs is all cache."""
+    """Return whether direct writes leave no cached pages; on a tmpfs they always do."""
     probe = folder / f"~direct-{os.getpid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0)
     try:

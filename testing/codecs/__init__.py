@@ -1,10 +1,10 @@
-"""The conformance suite of codecs: plain functions, for any test.
+"""The conformance suite of codecs, as plain functions for any test.
 
 A codec's tests call `check_codec` with instances of every configuration worth checking. Each check
 also works alone, and `CODEC_CHECKS` can parametrize a pytest test. A check that finds a breach
 raises `AssertionError` with a sentence that names it. Lossy codecs need not return equal bytes, but
-must keep what they have rounded once. Chunks that a codec declines are skipped, as long as it takes
-some.
+must not change values that they have rounded once. A codec may decline chunks, which are skipped,
+but must take some.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ __all__ = [
 
 @in_words
 def check_declarations(codec: Codec) -> None:
-    """Check that name, versions and the facts for core's plans are declared and valid."""
+    """Check that the name, versions and facts that core plans with are declared and valid."""
     assert codec.name, "a codec needs a name"
     expect_own_api_version(codec)
     expect_signatures(codec, Codec)
@@ -104,7 +104,7 @@ def check_declarations(codec: Codec) -> None:
 
 @in_words
 def check_config_round_trip(codec: Codec) -> None:
-    """Check that the config survives JSON, and that its codec decodes the same frames."""
+    """Check that the config survives JSON, and a codec made from it decodes the same frames."""
     with finding("its config as JSON"):
         stored = json.loads(json.dumps(codec.config.model_dump(mode="json"), allow_nan=False))
         config = codec.Config.model_validate(stored)

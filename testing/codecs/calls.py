@@ -47,7 +47,8 @@ ELEMENTS = (
 )
 """Tensor dtypes with the bytes of an element; numpy lacks some."""
 
-_COMPRESSIBLE = b"".join(n.to_bytes(4, "little") for n in range(1000))
+# As float32 they are bfloat16 numbers.
+_COMPRESSIBLE = b"".join((n << 16).to_bytes(4, "little") for n in range(1000))
 # By dtype, the bits of exponent and of mantissa.
 _FLOATS = {
     "bfloat16": (8, 7),
@@ -102,7 +103,7 @@ def rare_floats(dtype: str, size: int) -> bytes:
     """Return floats that arithmetic changes: -0.0, denormals, infinities, NaNs with payloads.
 
     Args:
-        dtype: The name of a dtype; the elements of other dtypes than floats have no meaning.
+        dtype: The name of a dtype; if it is not a float, the elements have no meaning.
         size: The number of bytes.
     """
     exponent_bits, mantissa_bits = _FLOATS.get(dtype, (8, 23))
@@ -115,7 +116,7 @@ def rare_floats(dtype: str, size: int) -> bytes:
 
 
 def elements_of(codec: Codec) -> tuple[str, int]:
-    """Return dtype and itemsize of chunks that the codec takes: untyped bytes, if possible."""
+    """Return the dtype and itemsize of chunks that the codec takes: `uint8` if possible."""
     for dtype, itemsize in (("uint8", 1), *ELEMENTS):
         context = as_given(codec, _flat(dtype, itemsize, _TRIED_BYTES))
         with contextlib.suppress(DeclinedChunkError):
@@ -133,7 +134,7 @@ def whole(codec: Codec, size: int) -> int:
 
 
 def chunks(codec: Codec) -> Iterator[bytes]:
-    """Yield chunks of every size, each random, compressible and zero."""
+    """Yield random, compressible and zero chunks of every size."""
     for size in sorted({whole(codec, size) for size in SIZES}):
         yield random_bytes(size)
         yield compressible(size)
@@ -158,10 +159,10 @@ def _flat(dtype: str, itemsize: int, length: int) -> CodecContext:
 
 
 def as_given(codec: Codec, context: CodecContext) -> CodecContext:
-    """Return the context as core gives it: with the codec's version, and a base if needed.
+    """Return the context as core passes it: with the codec's version, and a base if needed.
 
-    The base is nearly the compressible bytes: a codec may decline a chunk that differs too much
-    from its base.
+    The base is close to the compressible bytes, as a codec may decline a chunk that differs too
+    much from its base.
     """
     context = replace(context, version=codec.version)
     if not codec.needs_base:
@@ -228,13 +229,13 @@ def try_decode(
     context: CodecContext | None = None,
     fill: int | None = None,
 ) -> bytes | CodecError:
-    """Decode a frame; return the bytes, or the error that refused it, and check the bounds.
+    """Decode a frame within bounds; return the bytes, or the error that refused it.
 
     Args:
         codec: The codec.
         frame: Its frame, or bytes that it must refuse.
-        length: Bytes of the chunk.
-        context: The facts about the chunk; default: of bytes.
+        length: The number of bytes of the chunk.
+        context: The facts about the chunk; default: those of a slab.
         fill: The value of all output bytes before the call.
     """
     memory, out = guarded(length)
@@ -255,7 +256,7 @@ def try_decode(
 def expect_decodes(
     codec: Codec, frame: bytes, chunk: bytes, context: CodecContext | None = None
 ) -> None:
-    """Fail unless a frame decodes to the chunk that it was encoded from."""
+    """Fail unless a frame decodes; a lossless one must decode to its chunk."""
     decoded = try_decode(codec, frame, len(chunk), context)
     if not isinstance(decoded, bytes):
         msg = (
@@ -294,7 +295,7 @@ def expect_refused(codec: Codec, frame: bytes, length: int, what: str) -> None:
 
 
 def guarded(size: int) -> tuple[bytearray, memoryview]:
-    """Return memory, and a view of that size inside it; `expect_guarded` checks the rest."""
+    """Return memory, and a view of `size` bytes inside it, for `expect_guarded`."""
     memory = bytearray([_GUARD]) * (size + 2 * _GUARD_BYTES)
     return memory, memoryview(memory)[_GUARD_BYTES : _GUARD_BYTES + size]
 

@@ -112,7 +112,7 @@ def check_buffers_are_given_back(codec: Codec) -> None:
 
 
 def _lent(codec: Codec, given: bytes, room: int, raw_length: int, name: str) -> bytes:
-    """Return the result of `encode` or `decode` (`name`) of `given` in lent buffers."""
+    """Call `encode` or `decode` (`name`) on `given` in lent buffers, and return the result."""
     lender = Lender()
     context = context_of(codec, raw_length)
 
@@ -158,7 +158,7 @@ def check_gil_is_released(codec: Codec) -> None:
 
 
 def lets_others_run(work: Callable[[], object]) -> bool:
-    """Return whether this thread ran while `work` ran in another one."""
+    """Return whether this thread ran while `work` ran in another thread."""
     state = "before"
     failure: BaseException | None = None
 
@@ -195,8 +195,8 @@ def lets_others_run(work: Callable[[], object]) -> bool:
 def check_base(codec: Codec) -> None:
     """Check that a codec that declares `needs_base` handles a missing base.
 
-    It must decline chunks then, as for the first checkpoint of a run, and refuse its frames. All
-    other checks give such a codec a base.
+    Without a base, as for the first checkpoint of a run, it must decline chunks and refuse its
+    frames. All other checks give such a codec a base.
     """
     if not codec.needs_base:
         return  # core never gives such a codec a base
@@ -224,7 +224,7 @@ def check_base(codec: Codec) -> None:
 def check_other_processes(codec: Codec) -> None:
     """Check that a frame decodes to the same bytes in its own and in another process.
 
-    Skips a class in a function or a script, which no other process can import.
+    Skips a class that no other process can import: one in a function or a script.
     """
     cls = type(codec)
     if _INSIDE in os.environ:
@@ -292,7 +292,6 @@ def answer(module: str, name: str, folder: str) -> None:
 
 
 def _found(module: str, name: str) -> Any:
-    """Return the class of that name, or None."""
     try:
         return reduce(getattr, name.split("."), import_module(module))
     except (ImportError, AttributeError):
@@ -301,7 +300,7 @@ def _found(module: str, name: str) -> Any:
 
 @in_words
 def check_saved_and_loaded(codec: Codec) -> None:
-    """Check that arrays saved through the codec load again: large and small, of many dtypes.
+    """Check that large and small arrays of many dtypes load after a save through the codec.
 
     A lossy codec must decode to the same bytes each time, and objects outside its rule must stay
     unchanged. A codec that needs a base gets none, as for the first checkpoint of a run.
@@ -311,10 +310,10 @@ def check_saved_and_loaded(codec: Codec) -> None:
 
 @in_words
 def check_chains(codec: Codec) -> None:
-    """Check that arrays saved through chains with the codec at any place load again.
+    """Check that arrays saved through codec chains load again, with the codec at any position.
 
-    The codec before or after it puts out elements, or an odd number of bytes. A codec that is
-    lossy or needs a base only comes first.
+    Its neighbors output elements, or an odd number of bytes. A codec that is lossy or needs a base
+    only comes first.
     """
     alone = _loaded(codec, [codec.name])
     for chain in (
@@ -333,7 +332,7 @@ def check_chains(codec: Codec) -> None:
 
 
 def _loaded(codec: Codec, chain: Sequence[str]) -> Arrays:
-    """Save arrays through a chain, check the loaded ones, and return those that it encoded."""
+    """Save arrays through a chain, check the loaded arrays, and return those of the chain."""
     encoded = _arrays()
     beside = encoded["f4-small"].copy()
     state = {"encoded": encoded, "beside": beside, "value": "kept as it is"}
@@ -399,7 +398,7 @@ class _Turned(Codec):
 
 
 class _Marked(_Turned):
-    """Puts one byte before the chunk, so that all elements move."""
+    """Puts one byte before the chunk, which shifts all elements."""
 
     name: ClassVar[str] = "penstock-testing-marked"
 

@@ -1,6 +1,6 @@
-"""The conformance suite of state providers: plain functions, for any test.
+"""The conformance suite of state providers, as plain functions for any test.
 
-`store` and `Stored` are a checkpoint in memory, which uses a provider as core does.
+`store` and `Stored` are a checkpoint in memory that uses providers as core does.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def check_provider(
     copies: bool = False,
     optional: Patterns = (),
 ) -> None:
-    """Check all that core relies on, for one kind of value.
+    """Check everything that core relies on, for one kind of value.
 
     Args:
-        make: Returns a new value, always the same.
+        make: Returns a new value, always with the same state.
         change: Changes a value in place, like training, or returns a changed value of its type.
         equal: Returns whether two values have the same state, bit for bit.
         providers: All providers needed, including the one under test.
         loaded: Returns whether the result of `load`, without a template, has the state of a value;
             None accepts any result.
         loads: The exact type of the result of `load`; None accepts the type of the value, a base of
-            it, or a dict.
-        copies: Whether the value itself hands out copies of its tensors, so that no provider can
-            describe the live ones.
+            that type, or a dict.
+        copies: Whether the value itself returns copies of its tensors, so that no provider can
+            describe the live tensors.
         optional: Patterns of objects that a checkpoint may lack without an error, such as options
-            that older versions did not store; the value is `part`: `"part/options"`.
+            that older versions did not store; the value's path is `part`: `"part/options"`.
 
     Raises:
         AssertionError: The provider breaks the contract; the message says how.
@@ -77,7 +77,7 @@ def check_provider(
         stored = store({"part": value}, providers=providers)
         description_is_whole(stored)
         description_repeats(stored, {"part": value})
-        # The comparison above misses it if both descriptions are of the changed value.
+        # The comparison above misses a change that both descriptions show.
         assert values.equal(value, make()), "describing changes the value"
         values_together_are_as_each(make, providers)
         if not copies:
@@ -132,13 +132,11 @@ class _Values:
         return new
 
     def changed(self) -> Any:
-        """Return a fresh value that was changed."""
         value = self.make()
         new = self.change(value)
         return value if new is None else new
 
     def equal(self, one: Any, other: Any) -> bool:
-        """Call `equal` as `check_provider` documents it."""
         return _yes_or_no(self._equal, "equal", one, other)
 
 
@@ -206,7 +204,7 @@ def _loads(
 
 
 def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
-    """Check that no target of a tensor with another stored shape offers memory of a wrong size."""
+    """Check that no restore of another stored shape plans a sink of the wrong size."""
     for path in stored.data:
         objects = [
             o._replace(spec=replace(o.spec, shape=(*o.spec.shape, 3)))

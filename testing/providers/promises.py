@@ -1,4 +1,4 @@
-"""Checks of providers: declarations, descriptions, live memory, and single objects restored."""
+"""Checks of providers: declarations, descriptions, live memory, and restores of single objects."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _names_its_memory(value: object, provider: StateProvider) -> None:
 
 
 def description_is_whole(stored: Stored) -> None:
-    """Check that entries are below their part, can be rebuilt, and give bytes in any pieces."""
+    """Check that entries are below `part`, can be rebuilt, and return bytes in any pieces."""
     seen: set[ObjectPath] = set()
     assert stored.description.entries, "nothing is described"
     for entry in stored.description.entries:
@@ -111,7 +111,7 @@ def description_repeats(stored: Stored, state: object) -> None:
 
 
 def values_together_are_as_each(make: Callable[[], object], providers: Providers) -> None:
-    """Check that `describe_all` of several values gives what `describe` of each gives."""
+    """Check that `describe_all` of several values equals `describe` of each value."""
     provider = providers.for_type(type(make()))
     if provider is None or not describes_together(type(provider)):
         return
@@ -130,7 +130,7 @@ def values_together_are_as_each(make: Callable[[], object], providers: Providers
 
 
 def targets_together_are_as_each(make: Callable[[], object], providers: Providers) -> None:
-    """Check that `place_all` of several values plans what `place` of each plans."""
+    """Check that `place_all` of several values plans the same as `place` of each value."""
     provider = providers.for_type(type(make()))
     if provider is None or not places_together(type(provider)):
         return
@@ -148,12 +148,12 @@ def _facts(placement: Placement) -> list[object]:
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:
-    """Check that a source gives the same bytes whole, in pieces, as a view and by lines.
+    """Check that a source returns the same bytes whole, in pieces, as a view and by lines.
 
-    It must keep no buffer.
+    It must not keep a buffer.
 
     Raises:
-        AssertionError: The source breaks this.
+        AssertionError: The source breaks a promise.
     """
     whole = read_source(source)
     view = source.view()
@@ -177,7 +177,7 @@ def check_source(source: ByteSource, itemsize: int) -> None:
 
 
 def each_object_is_restored_alone(stored: Stored, make: Callable[[], object]) -> None:
-    """Check that a selected object is restored alone, or that a problem says why not.
+    """Check that a selected object is restored alone, or that a problem explains why not.
 
     Args:
         stored: The checkpoint of a value.
@@ -193,7 +193,7 @@ def each_object_that_is_not_there_is_missing(
 ) -> None:
     """Check that an object that is not stored is reported as missing, or as a problem.
 
-    A restored value without the object is right too: an optimizer drops state that the
+    A restored value without the object is right too, as an optimizer drops state that the
     checkpoint lacks.
 
     Args:
@@ -219,7 +219,7 @@ def each_object_that_is_not_there_is_missing(
 
 
 def _without(stored: Stored, path: ObjectPath) -> Stored:
-    """Return the same checkpoint without one object and those tied to it."""
+    """Return the checkpoint without an object and the objects tied to it."""
     tree = stored.tree
     gone = {path, *(tied for tied, target in tree.aliases.items() if target == path)}
     return replace(
@@ -314,8 +314,8 @@ def describing_after_a_change_sees_it(
 ) -> None:
     """Check that a description after a change shows the changed value and its memory."""
     value: Any = make()
-    # Held until the later one is made: at the same address, a provider that caches by address
-    # would pass.
+    # Held until the later description is made: at the same address, a provider that caches by
+    # address would pass.
     earlier = store({"part": value}, providers=providers)
     changed = change(value)
     value = value if changed is None else changed
@@ -333,7 +333,7 @@ def describing_after_a_change_sees_it(
 
 
 def dtypes_that_numpy_lacks_come_back(make: Callable[[], object], providers: Providers) -> None:
-    """Check that float tensors of such a dtype are stored and restored, or refused."""
+    """Check that float tensors of dtypes that numpy lacks are restored, or refused."""
     torch = sys.modules.get("torch")
     if torch is None:
         return
@@ -388,7 +388,7 @@ def _plain(value: object) -> list[Any]:
 
 
 def _retype(value: object, dtype: Any, seed: int) -> bool:
-    """Give every floating tensor in `value` that dtype, and bytes that depend on the seed."""
+    """Give every floating tensor in `value` that dtype, and bytes that depend on `seed`."""
     torch: Any = sys.modules["torch"]
     floats = [t for t in _plain(value) if t.is_floating_point() and t.device.type == "cpu"]
     for number, tensor in enumerate(floats):

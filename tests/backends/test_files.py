@@ -209,5 +209,5 @@ def test_relative_roots_resolve_when_opened(open_files, tmp_path, monkeypatch):
 
 def test_a_read_beyond_the_end_reports_the_length(files):
     store(files, "a.raw", b"12345")
-    with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it has 5"):
+    with pytest.raises(BlobTruncatedError, match=r"bytes 3 to 6 of a\.raw under .*: it ends at 5"):
         files.read([ReadRequest("a.raw", 3, memoryview(bytearray(3)))])

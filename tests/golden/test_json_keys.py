@@ -51,6 +51,7 @@ doctor CHAIN --probe-size 1MiB
 bench CHAIN --size 1MiB --rounds 1 --seconds 1s
 tune CHAIN --from BENCH
 plugins
+advise CHAIN --step-s 1 --blocked-s 0.1
 schema
 prune CHAIN --dry-run
 compact CHAIN --dry-run

@@ -1,5 +1,5 @@
-"""S3, and every store that speaks its protocol: used by `fsspec` for `s3://`.
+"""S3 and compatible stores, which `fsspec` uses for `s3://`.
 
-Holds requests by botocore, parts and multipart uploads, and S3's errors. The parent package has
-what S3 shares with fsspec's file systems: retries, ranges, the life of a writer.
+Holds requests through botocore, multipart uploads, and S3's errors. The parent package has the code
+that S3 shares with fsspec's file systems: retries, ranges, and the states of a writer.
 """

@@ -82,11 +82,11 @@ _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETD
 
 
 class BrokenAnswerError(ConnectionError):
-    """The answer is shorter than announced, or not about the request."""
+    """The answer is shorter than announced, or does not match the request."""
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of S3 in an error answer; empty if the store did not answer.
+    """Return the S3 error code of an error answer; empty if the store did not answer.
 
     An answer without a code, such as the page of a gateway, has the code `HTTP` with its status.
     """
@@ -116,7 +116,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_definite(error: BaseException) -> bool:
-    """Return whether the store has certainly not carried out the request."""
+    """Return whether the store definitely did not execute the request."""
     if _named(error, _CREDENTIALS):  # nothing was sent
         return True
     return bool(code_of(error)) and status_of(error) < SERVER_ERROR
@@ -125,7 +125,7 @@ def is_definite(error: BaseException) -> bool:
 def storage_error(
     error: Exception, what: str, name: str, *, url: str, scrub: Scrubber
 ) -> StorageError:
-    """Return `error` as a `StorageError`; the arguments are those of `fsspec.messages`."""
+    """Return `error` as a `StorageError`; see `fsspec.messages.storage_error`."""
     where = place(what, name, url)
     code = code_of(error)
     if code:
@@ -173,9 +173,9 @@ def _answered(error: Exception, where: str, scrub: Scrubber) -> StorageError:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Return whether the store took too long.
+    """Return whether the error or one of its causes is a timeout.
 
-    If a store stops reading a body, only the cause shows it.
+    If a store stops reading a request body, only the cause is a timeout.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -1,7 +1,7 @@
-"""The store for `s3://`: blobs and records are objects below a prefix of a bucket.
+"""The store for `s3://`, which keeps blobs and records as objects under a prefix of a bucket.
 
-botocore signs, finds credentials and speaks HTTP. Its own retries are off: it does not know which
-operations may be repeated, and would hide a lost answer to a conditional put.
+botocore finds credentials, signs requests and sends them. Its retries are off: it does not know
+which operations are safe to repeat, and would hide a lost answer to a conditional put.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _MARKERS = {
 
 
 class S3Store(Store):
-    """Keeps blobs as objects below a prefix; renames and caches nothing.
+    """Keeps blobs as objects under a prefix, without renames and caches.
 
     A forked child must not use its parent's store.
     """
 
     def __init__(self, config: FsspecConfig) -> None:
-        """Create the client; connects to nothing yet.
+        """Create the client without connecting to the store.
 
         Raises:
             ConfigError: `options` are not those of S3, or botocore is missing.
@@ -185,7 +185,7 @@ class S3Store(Store):
             self._delete_batch(list(dict.fromkeys(names[at : at + _DELETE_AT_ONCE])))
 
     def sweep(self, before_s: float) -> None:
-        """Abort uploads that began, and got their last part, before `before_s`."""
+        """Abort uploads that began before `before_s` and got no part since."""
         skip = len(self.prefix)
         for page in self.pages("list_multipart_uploads", "sweep", Prefix=self.prefix):
             for upload in page.get("Uploads", ()):
@@ -214,10 +214,10 @@ class S3Store(Store):
         stop: threading.Event | None = None,
         **parameters: Any,
     ) -> dict[str, Any]:
-        """Run one operation of botocore, which must be safe to repeat, and return its answer.
+        """Run one botocore operation with retries, and return its answer.
 
-        An answer without all of `needs` is cut off, or comes from a gateway, so it counts as a
-        failed attempt: botocore accepts any XML, and reads missing fields as empty.
+        The operation must be safe to repeat. An answer that lacks one of `needs` counts as a failed
+        attempt: it is cut off or comes from a gateway, but botocore accepts any XML.
 
         Args:
             operation: The method of botocore's client.
@@ -225,7 +225,7 @@ class S3Store(Store):
             name: The blob or record; empty for requests about the bucket.
             needs: The fields that a complete answer has.
             body: The bytes to send.
-            stop: If another thread sets it, no further attempt begins.
+            stop: Another thread sets this to prevent further attempts.
             **parameters: Further parameters of the operation.
         """
         request = getattr(self._api, operation)
@@ -242,7 +242,7 @@ class S3Store(Store):
         return self._try(what, name, attempt, stop=stop)
 
     def pages(self, operation: str, what: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """Yield the answers of a listing; requests each page only when it is needed."""
+        """Yield the pages of a listing, and request each page on demand."""
         seen: set[tuple[object, ...]] = set()
         while True:
             page = self.call(operation, what, "", needs=("IsTruncated",), **parameters)
@@ -267,7 +267,7 @@ class S3Store(Store):
             seen.add(marker)
 
     def abort_upload(self, what: str, name: str, upload_id: str) -> None:
-        """Delete a multipart upload; raises nothing if it no longer exists."""
+        """Abort a multipart upload; does nothing if it no longer exists."""
         with suppress(BlobNotFoundError):
             self.call("abort_multipart_upload", what, name, UploadId=upload_id)
 
@@ -291,7 +291,7 @@ class S3Store(Store):
         if size.isdigit() and int(size) < span.stop:
             msg = (
                 f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "
-                f"it has {size}"
+                f"it ends at {size}"
             )
             raise BlobTruncatedError(msg)
         expected = f"bytes {span.start}-{span.stop - 1}/"
@@ -346,7 +346,7 @@ class S3Store(Store):
 
 
 def _seconds(time: datetime) -> float:
-    """Return whole seconds: some answers have fractions where others have none."""
+    """Return whole seconds, since only some answers have fractions."""
     return float(int(time.timestamp()))
 
 

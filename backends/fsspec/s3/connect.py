@@ -1,4 +1,4 @@
-"""The client of botocore, and the transport of its requests.
+"""The botocore client, and the transport of its requests.
 
 botocore finds credentials, signs, speaks HTTP and parses the answers. Its requests go through
 `Transport`, which adds the rules that its HTTP session lacks.
@@ -32,7 +32,7 @@ _IDLE_S = 30.0
 
 @installed_only()
 def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
-    """Return a client of botocore, and the transport of its requests; connects to nothing yet.
+    """Return a botocore client and the transport of its requests, without connecting.
 
     Raises:
         ConfigError: botocore is missing.
@@ -75,19 +75,19 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
 
 
 class Transport:
-    """Sends requests by botocore's HTTP session, with rules that it lacks. Thread-safe.
+    """Sends requests through botocore's HTTP session, with additional rules. Thread-safe.
 
-    * An answer that is not streamed is complete and has a limited length, or it is an error.
-      Otherwise a store could fill the memory of this process.
-    * Bodies are sent without `Expect: 100-continue`, which would cost one more round trip.
-    * A connection that was idle for long is not reused: firewalls forget such connections, and then
-      drop packets without an answer.
+    * Raises an error for an unstreamed answer that is incomplete or too long. Otherwise a store
+      could exhaust the memory of this process.
+    * Sends bodies without `Expect: 100-continue`, which would cost one more round trip.
+    * Does not reuse a connection that was idle for long: firewalls forget such connections, and
+      then drop packets silently.
 
     Args:
-        config: The number of requests in flight, and the time that the store may take to continue.
+        config: Has the number of requests in flight, and the timeout.
         endpoint_url: The URL of the store; the environment may name a proxy for it.
-        verify: Whether TLS certificates are checked; or a file with the certificates to trust.
-        clock: Returns a time in seconds, from which the pause between two requests is computed.
+        verify: Whether to check TLS certificates, or a file with the certificates to trust.
+        clock: Returns a time in seconds, to measure the pause between two requests.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Transport:
         return answer
 
     def close(self) -> None:
-        """Close the idle connections; the others close once their answers are read."""
+        """Close idle connections; each other connection closes after its answer is read."""
         self._session.close()
 
     def _close_idle(self) -> None:
@@ -151,10 +151,10 @@ class Transport:
 
 
 class Views(io.RawIOBase):
-    """Shows memory to botocore as the file of a body, without copying it.
+    """A file object over memory, which botocore sends as a body without copying it.
 
-    `read` ignores the requested size, and returns pieces that are large enough to be few, and small
-    enough that a slow network takes each within the time limit.
+    `read` ignores the requested size. It returns large pieces, but small enough that a slow network
+    accepts each within the timeout.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -195,7 +195,7 @@ class Views(io.RawIOBase):
 
 
 def _check_head(request: Any, answer: Any) -> None:
-    """Refuse heads that http.client accepts, although they leave the body unclear."""
+    """Refuse invalid answer headers that http.client accepts."""
     if answer.status_code < _OK:  # the final answer is still to come
         msg = f"a provisional answer ({answer.status_code}), which was not requested"
         raise BrokenAnswerError(msg)
@@ -211,9 +211,9 @@ def _check_head(request: Any, answer: Any) -> None:
 
 
 def _check_region(answer: Any) -> None:
-    """Refuse a redirect without a region, which makes botocore ask for the region repeatedly.
+    """Refuse a redirect without a region.
 
-    It asks by the redirected operation itself, until Python's stack is full.
+    botocore would ask for the region with the redirected operation, and recurse without end.
     """
     redirects = _REDIRECT <= answer.status_code < _REFUSED
     if redirects and "x-amz-bucket-region" not in answer.headers:
@@ -226,7 +226,7 @@ def _is_chunked(coding: str) -> bool:
 
 
 def _text(raw: Any) -> Any:
-    """Read a whole answer, up to the limit; return it in the form that botocore reads."""
+    """Read a whole answer, up to the limit, and return it in the form that botocore expects."""
     from urllib3 import HTTPResponse  # noqa: PLC0415 - comes with botocore
 
     text = io.BytesIO()

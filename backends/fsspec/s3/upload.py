@@ -1,6 +1,6 @@
-"""Writes one blob of S3: cuts it into parts by offset, and uploads them while later ones fill.
+"""Writes one S3 blob: cuts it into parts by offset, and uploads full parts while others fill.
 
-A part refers to the caller's memory while that is lent; bytes not yet sent are then copied.
+A part refers to the caller's memory while its batch runs; then it copies the bytes not yet sent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 def part_bytes_for(size_hint: int | None, least: int) -> int:
-    """Return the size of the parts of a blob: few requests, but enough to upload in parallel.
+    """Return a part size that gives few requests, but enough for parallel uploads.
 
     A blob of `size_hint` bytes has at most `MAX_PARTS` parts.
     """
@@ -63,13 +63,13 @@ def part_bytes_for(size_hint: int | None, least: int) -> int:
 class S3Writer(StoreWriter):
     """Stores a blob by a multipart upload, or by one put if it fits into one part.
 
-    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, written in any order, so a
-    repeated upload of a part replaces it. Large pieces of a batch are uploaded from the caller's
-    memory. Small ones are copied, and so are the first batch's bytes of a part that two batches
-    share. Three parts with gaps are kept for batches that overtook each other; a later write into
-    an uploaded part fails.
+    Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, so a repeated upload of a part
+    replaces it. Large buffers are uploaded from the caller's memory. The writer copies small
+    buffers, and the first batch's bytes of a part that two batches share. It keeps up to three
+    incomplete parts for batches that arrive out of order; a later write into an uploaded part
+    fails.
 
-    A blob can be cut at the end of any part, but not inside an uploaded one.
+    A blob can be cut at the end of any part, but not inside an uploaded part.
 
     Args:
         store: The bucket.
@@ -109,10 +109,10 @@ class S3Writer(StoreWriter):
             self._send(self._open.pop(min(self._open)), self._part_bytes, batch)
 
     def _is_complete(self, index: int, part: Part) -> bool:
-        """Return whether a part can be uploaded: no further byte of it can come.
+        """Return whether a part can be uploaded, since no later request writes to it.
 
-        If the last page of a part is not full, the blob may end there, until a later part shows
-        that it does not. After an upload in full length, such a part cannot be cut.
+        A part whose last page is not full may be the end of the blob. It waits for a write to a
+        later part, since `seal` cannot cut an uploaded part.
         """
         if part.taken < self._part_bytes:
             return False
@@ -136,10 +136,10 @@ class S3Writer(StoreWriter):
             view = view[count:]
 
     def _count(self, start: int, stop: int) -> None:
-        """Count whole pages as taken.
+        """Count the pages of a request as taken.
 
-        Requests share no page (`offset_alignment`), so the rest of a page that a request touches
-        stays a gap.
+        No two requests touch the same page (`offset_alignment`), so no later request fills the rest
+        of a page.
         """
         at, stop = align_down(start, PAGE_BYTES), align_up(stop, PAGE_BYTES)
         while at < stop:
@@ -163,7 +163,7 @@ class S3Writer(StoreWriter):
             raise StorageError(msg)
 
     def _send(self, part: Part, size: int, batch: Batch | None = None) -> None:
-        """Upload a part in the background; a batch whose memory it uses ends only afterwards."""
+        """Upload a part in the background; holds the batch if the part uses its memory."""
         assert batch is not None or not part.lent  # `seal` uploads only copies
         lender = batch if part.lent else None
         views, memory = part.views(size), part.memory
@@ -257,7 +257,7 @@ class S3Writer(StoreWriter):
     # -- requests -------------------------------------------------------------------------------
 
     def _begin_upload(self) -> Future[str]:
-        """Return the id of the upload, which the first call requests in the background."""
+        """Return the upload's ID as a future; the first call creates the upload."""
         if self._upload_id is None:
             self._upload_id = self._uploads.submit(self._create_upload)
         return self._upload_id
@@ -277,7 +277,7 @@ class S3Writer(StoreWriter):
     def _upload_part(
         self, index: int, views: Sequence[memoryview], upload_id: str
     ) -> dict[str, Any]:
-        """Upload one part; return its entry for the completion of the upload."""
+        """Upload one part; return its entry for `complete_multipart_upload`."""
         checksum: dict[str, Any] = {}
         if self._checksums:
             crc = 0
@@ -298,7 +298,7 @@ class S3Writer(StoreWriter):
         return {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
 
     def _abort_upload(self) -> None:
-        """Delete the upload's stored parts, once no part is in flight."""
+        """Abort the upload after its parts in flight end."""
         for part in self._sent.values():
             part.cancel()
         # A part that arrives after the abort would stay stored, and cost money. Besides, the caller
@@ -314,16 +314,16 @@ class S3Writer(StoreWriter):
 
 @dataclass(slots=True)
 class Part:
-    """A part being filled, from the caller's own memory and from copies.
+    """A part before its upload, made of the caller's memory and of copies.
 
     Attributes:
         index: The number of the part in the blob, from 0.
         size_bytes: The size of every part.
-        lent: Pieces of the caller's memory, each with its offset in the part; none overlap.
-        memory: Memory for a whole part, once a piece is copied.
+        lent: Buffers of the caller, each with its offset in the part, without overlaps.
+        memory: Memory for a whole part; None until a buffer is copied.
         copied: Start and stop of each copied range, ascending.
-        taken: The bytes that no later request writes.
-        stop: The offset after the last byte that was written.
+        taken: The number of bytes in pages that are written, so no later request writes to them.
+        stop: The offset after the last written byte.
     """
 
     index: int
@@ -335,7 +335,7 @@ class Part:
     stop: int = 0
 
     def lend(self, at: int, source: memoryview) -> None:
-        """Refer to `source` at `at`, until the part is uploaded or `own` is called."""
+        """Use `source` at `at` without a copy, until the part is uploaded or `own` is called."""
         self.lent.append((at, source))
         self.stop = max(self.stop, at + source.nbytes)
 
@@ -348,13 +348,13 @@ class Part:
         self.stop = max(self.stop, at + source.nbytes)
 
     def own(self, *, memory: PartMemory) -> None:
-        """Copy all lent pieces."""
+        """Copy all lent buffers."""
         lent, self.lent = self.lent, []
         for at, source in lent:
             self.put(at, source, memory=memory)
 
     def views(self, length: int) -> tuple[memoryview, ...]:
-        """Return the first `length` bytes; bytes never written are zero."""
+        """Return views of the first `length` bytes; bytes never written are zero."""
         views: list[memoryview] = []
         at = 0
         for start, source in sorted(self.lent, key=itemgetter(0)):
@@ -367,7 +367,7 @@ class Part:
         return tuple(views)
 
     def _between(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range in which nothing is lent."""
+        """Yield the bytes of a range without lent buffers."""
         if self.memory is None:
             for at in range(start, stop, _ZEROS.nbytes):
                 yield _ZEROS[: stop - at]
@@ -382,7 +382,7 @@ class Part:
 
 
 class PartMemory:
-    """Reusable memory for parts; bounds the bytes in flight."""
+    """Keeps reusable memory for parts, and limits the bytes in flight."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -407,14 +407,14 @@ class PartMemory:
             self._in_flight += memory.nbytes
 
     def sent(self, memory: memoryview) -> None:
-        """Count `memory` as no longer in flight, and take it back."""
+        """Count `memory` as no longer in flight, and keep it for reuse."""
         with self._changed:
             self._in_flight -= memory.nbytes
             self._changed.notify_all()
         self.give(memory)
 
     def give(self, memory: memoryview) -> None:
-        """Take back memory that is no longer used."""
+        """Keep unused memory for reuse."""
         with self._changed:
             kept = sum(size * len(views) for size, views in self._spare.items())
             # Parts of earlier blobs had another size, which may never be needed again.

@@ -1,4 +1,4 @@
-"""Measures a store: the raw limit, and a sweep of saves and restores by the engine.
+"""Measures a store: its raw limit, and a sweep of saves and restores by the engine.
 
 Used by the commands `bench`, `tune` and `doctor`; nothing here prints.
 """

@@ -1,4 +1,4 @@
-"""The sweep: saves, restores and partial reads by the engine, with one option changed at a time.
+"""A sweep of saves, restores and partial reads by the engine, with one option changed at a time.
 
 Tested in `tests/core/cli/test_bench.py`.
 """
@@ -80,13 +80,12 @@ names."""
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one round measured, or the medians of several.
+    """The results of one round, or the medians of several rounds.
 
     Attributes:
-        save_bytes_per_s: Until the save is durable.
-        restore_bytes_per_s: From a cold cache, if `Report.cold`.
-        partial_s: Seconds to read 1 MiB of a tensor, one of 16 reads that open the checkpoint
-            once.
+        save_bytes_per_s: The speed until a save is durable.
+        restore_bytes_per_s: The speed of a restore, from a cold cache if `Report.cold`.
+        partial_s: Seconds to read 1 MiB of a tensor, averaged over 16 reads of one open checkpoint.
         save_cores: CPU seconds per second of saving.
         restore_cores: CPU seconds per second of restoring.
     """
@@ -100,13 +99,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one configuration reached: the default, with one change.
+    """The results of one configuration, which is the default with one change.
 
     Attributes:
-        kind: What is changed: an option of the engine or of the backend, the state, or the number
-            of processes; `default`: nothing.
-        option: Its name; `tensor_bytes` for `state`, `processes` for `processes`.
-        value: Its value.
+        kind: The kind of change: an option of the engine or of the backend, the state, or the
+            number of processes; `default` for no change.
+        option: The option's name; `tensor_bytes` for `state`, `processes` for `processes`.
+        value: The option's value.
         median: The medians.
         rounds: All rounds.
     """
@@ -120,12 +119,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What a plain loop of large writes and reads reached, by medians.
+    """The median speeds of a plain loop of large writes and reads.
 
     Attributes:
-        blobs: How many blobs were written and read at once.
-        write_bytes_per_s: Until the bytes are durable.
-        read_bytes_per_s: Reading them back.
+        blobs: The number of blobs written and read at once.
+        write_bytes_per_s: The speed until the bytes are durable.
+        read_bytes_per_s: The speed of reading them back.
     """
 
     blobs: int
@@ -135,7 +134,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `bench` measured.
+    """The results of `bench`.
 
     Attributes:
         url: The store.
@@ -230,7 +229,7 @@ def run_sweep(
     Args:
         spec: A path, a URL or a table.
         options: Options of the engine that all cases share; they are not swept.
-        size: The bytes of the state; None: what fits into the store, the memory and the time.
+        size: The bytes of the state; default: as many as the store, memory and time allow.
         rounds: How often to measure each case, in turn with the others.
         seconds: No further case begins after this time, but the default is always measured.
         on_progress: Called before each case; `bytes_total` covers all rounds.
@@ -373,7 +372,7 @@ class _Task:
 
 
 def _state(size: int, tensor_bytes: int) -> dict[str, dict[str, np.ndarray]]:
-    """Return arrays of random bytes: a file system may compress, and share zeros."""
+    """Return arrays of random bytes, since a file system may compress or deduplicate zeros."""
     import numpy as np  # noqa: PLC0415 - takes a tenth of a second
 
     count = size // tensor_bytes
@@ -393,7 +392,7 @@ def _read_slices(checkpointer: Checkpointer, tensor_bytes: int) -> None:
 def _timed(
     call: Callable[[], object], barrier: threading.Barrier | None
 ) -> tuple[tuple[float, float], float]:
-    """Call once all processes are ready; return the span, and the CPU seconds of this process."""
+    """Run `call` when all processes are ready; return its span, and this process's CPU seconds."""
     if barrier is not None:
         barrier.wait(STUCK_S)
     began, cpu_s = time.monotonic(), time.process_time()
@@ -402,7 +401,7 @@ def _timed(
 
 
 def _dropped(backend: Backend, root: Path | None, prefix: str) -> bool:
-    """Drop all below the prefix from the page cache; return whether no blob is read from it."""
+    """Drop all files below the prefix from the page cache; return whether blob reads bypass it."""
     if root is None:
         return False
     gone = {info.name: drop_cache(root / info.name) for info in backend.list(prefix)}
@@ -475,7 +474,7 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
     """Return the size to use: the user's, or one that takes little of the free space and memory.
 
     Raises:
-        StorageFullError: It does not fit.
+        StorageFullError: The size does not fit.
     """
     free = backend.free_bytes()
     memory = min(machine_memory(), container_memory() or MOST_BYTES << 20)

@@ -40,10 +40,10 @@ class Speed:
     """The result of a loop.
 
     Attributes:
-        bytes: The bytes that were written and read.
+        bytes: The number of bytes written and read.
         write_s: The seconds until the bytes were durable.
         read_s: The seconds of reading, past the page cache if the store allows that.
-        same: Whether the bytes read are the bytes written; True if they were not compared.
+        same: Whether the bytes read equal the bytes written; True if they were not compared.
     """
 
     bytes: int
@@ -53,12 +53,12 @@ class Speed:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """The bytes written in a second."""
+        """The bytes written per second."""
         return self.bytes / max(self.write_s, 1e-6)
 
     @property
     def read_bytes_per_s(self) -> float:
-        """The bytes read in a second."""
+        """The bytes read per second."""
         return self.bytes / max(self.read_s, 1e-6)
 
 
@@ -68,13 +68,13 @@ def measure(
     """Write and read up to `limit_bytes`, or as much as the store does in a few seconds.
 
     The size depends on the speed of a small first blob. The bytes read are compared. If this
-    process is killed, the blobs remain, under names where `prune` finds them.
+    process is killed, `prune` finds the remaining blobs.
 
     Args:
         backend: The store.
         limit_bytes: The most bytes to write.
         root: The folder of a local store, to drop the blob from the page cache.
-        stuck_s: The seconds after which the store counts as stuck; None waits for ever.
+        stuck_s: The seconds after which the store counts as stuck; None waits forever.
 
     Raises:
         StorageError: The store failed; nothing remains in it.
@@ -93,13 +93,13 @@ def measure(
 def measure_limit(
     backend: Backend, size: int, *, root: Path | None, blobs: int, stuck_s: float
 ) -> Speed:
-    """Write and read `size` bytes, cut into `blobs` blobs that are moved at once.
+    """Write and read `size` bytes in `blobs` blobs at once.
 
     Uses plain system calls for a folder of this machine, and the backend for any other store.
 
     Raises:
         StorageError: The store failed; nothing remains in it.
-        StorageTimeoutError: It took longer than `stuck_s`.
+        StorageTimeoutError: The store took longer than `stuck_s`.
     """
     loops: list[_Loop] = [
         _BlobLoop(backend, None) if root is None else _FileLoop(backend, root) for _ in range(blobs)
@@ -118,7 +118,7 @@ def _watched(
 
 
 def _run(loops: Sequence[_Loop], size: int) -> Speed:
-    """Let all loops at once write, then read, a new blob of `size` bytes each."""
+    """Run all loops at once; each writes, then reads, a new blob of `size` bytes."""
     try:
         began = time.monotonic()
         sizes = _at_once([partial(loop.write, size) for loop in loops])
@@ -159,17 +159,17 @@ class _Loop(ABC):
 
     @abstractmethod
     def _read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill the parts, each from its place in the blob."""
+        """Fill each part from its offset in the blob."""
 
     def write(self, size: int) -> int:
-        """Write a new blob of up to `size` bytes, and return the durable bytes."""
+        """Write a new blob of up to `size` bytes; return the number of durable bytes."""
         self._name = blob_name(secrets.token_hex(16), 0, 0, "raw")
         return self._write(size)
 
     def read(self, size: int) -> tuple[float, bool]:
-        """Read the blob back; return the seconds of reading alone, and whether all is as written.
+        """Read the blob back; return the seconds of the reads alone, and whether the bytes match.
 
-        If all is as written, the memory is unchanged.
+        If they match, the memory is unchanged.
         """
         if self._root is not None:
             drop_cache(self._root / self._name)
@@ -192,7 +192,7 @@ class _Loop(ABC):
             self._backend.delete([self._name])
 
     def _parts(self, start: int, size: int) -> list[tuple[int, memoryview]]:
-        """Return the pieces of memory for the bytes from `start` on, with their blob offsets.
+        """Return the pieces of memory for the bytes from `start` on, each with its blob offset.
 
         Raises:
             StorageError: The loop was stopped.
@@ -206,7 +206,7 @@ class _Loop(ABC):
 
 
 class _BlobLoop(_Loop):
-    """Uses the backend, several pieces in a batch."""
+    """Uses the backend, with several pieces in a batch."""
 
     def _write(self, size: int) -> int:
         deadline = Deadline(current_timing().probe_s)
@@ -228,7 +228,7 @@ class _BlobLoop(_Loop):
 
 
 class _FileLoop(_Loop):
-    """Uses system calls, one piece after the other; O_DIRECT if the backend uses it."""
+    """Uses system calls, one piece at a time, with O_DIRECT if the backend uses it."""
 
     def __init__(self, backend: Backend, root: Path) -> None:
         super().__init__(backend, root)

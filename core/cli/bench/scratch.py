@@ -39,10 +39,10 @@ STUCK_S = 60.0
 
 
 class Below(DelegatingBackend):
-    """Keeps a run under a prefix of the names of another backend."""
+    """Keeps a run in another backend, with a prefix before each name."""
 
     def __init__(self, inner: Backend, prefix: str) -> None:
-        """Wrap `inner`; `prefix` ends in `/`."""
+        """Wrap `inner`; `prefix` must end in `/`."""
         super().__init__(inner)
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
         self._prefix = prefix
@@ -90,7 +90,7 @@ class Below(DelegatingBackend):
 def spec_with(
     spec: str | BackendConfig, backend: Backend, changes: Mapping[str, Any]
 ) -> str | dict[str, Any]:
-    """Return the spec with additional options, which it does not have yet.
+    """Return the spec with options added that it does not have yet.
 
     Args:
         spec: A path, a URL or a table.
@@ -108,9 +108,9 @@ def spec_with(
 
 @contextmanager
 def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
-    """Open a store, choose a prefix for a measurement, and remove all below it at the end.
+    """Open a store, choose a prefix for a measurement, and remove everything below it at the end.
 
-    If this process is killed, `prune` finds the remains, as it finds broken saves.
+    If this process is killed, `prune` finds the remains like those of a broken save.
 
     Raises:
         ConfigError: The run is in tiers.
@@ -150,17 +150,17 @@ def in_time(
 ) -> T:
     """Make a store call on its own thread, and return its result.
 
-    A signal raises its exception in the main thread, where it could leave a lock of the store
-    acquired for ever.
+    In the main thread, the exception of a signal handler could leave a lock of the store held
+    forever.
 
     Args:
         backend: The store.
         call: The call.
-        stuck_s: The seconds after which the store counts as stuck; None waits for ever.
+        stuck_s: The seconds after which the store counts as stuck; None waits forever.
         cancel: Called when the wait ends early.
 
     Raises:
-        StorageTimeoutError: It took longer than `stuck_s`.
+        StorageTimeoutError: The call took longer than `stuck_s`.
     """
 
     def late() -> StorageTimeoutError:
@@ -179,15 +179,15 @@ def _check_usable(backend: Backend) -> None:
 
 
 def remove(backend: Backend, prefix: str) -> None:
-    """Delete all below a prefix."""
+    """Delete everything below a prefix."""
     backend.delete([info.name for info in backend.list(prefix)])
 
 
 @contextmanager
 def without_traces(root: Path | None) -> Iterator[None]:
-    """Remove the folders that are created in the block, also after SIGTERM or SIGHUP.
+    """Remove the folders that are created in the block, even after SIGTERM or SIGHUP.
 
-    These signals end Python without running `finally`, so both raise SystemExit in the block.
+    By default these signals end Python without running `finally`. So they raise SystemExit here.
     """
     missing = []
     if root is not None:
@@ -208,7 +208,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def drop_cache(path: Path) -> bool:
-    """Drop a file from the page cache; return whether it is known to be gone from it."""
+    """Drop a file from the page cache; return whether the file is known to have left it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

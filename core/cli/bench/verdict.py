@@ -31,7 +31,7 @@ class Choice:
 
     Attributes:
         row: The option with its value.
-        gains: How many times faster each kind of work is, by the medians.
+        gains: The median speedup of each kind of work.
     """
 
     row: Row
@@ -39,7 +39,7 @@ class Choice:
 
 
 def raw_limits(report: Report) -> tuple[float, float]:
-    """Return the most bytes per second that a plain loop wrote, and read."""
+    """Return the highest write speed and read speed of a plain loop, in bytes per second."""
     return (
         max(raw.write_bytes_per_s for raw in report.raw),
         max(raw.read_bytes_per_s for raw in report.raw),
@@ -47,7 +47,7 @@ def raw_limits(report: Report) -> tuple[float, float]:
 
 
 def limit_of(report: Report) -> str:
-    """Return what limits saves and restores, as measured, with advice where they only wait."""
+    """Describe the measured limit of saves and restores, with advice if they only wait."""
     write, read = raw_limits(report)
     default = report.rows[0].median
     save = _reason(report, "save", default.save_bytes_per_s / write, default.save_cores)
@@ -81,11 +81,11 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
 
 
 def choices(report: Report) -> list[Choice]:
-    """Return the best value of each option that has a better one than the default.
+    """Return the best value of each option, if it is better than the default.
 
-    A value is better if the median of some kind of work is faster by more than the noise and by
-    more than the rounds of either case differ, and no work is slower by more than the noise.
-    Rounds that merely do not overlap are common among dozens of comparisons.
+    A better value speeds up the median of some kind of work by more than the noise and by more
+    than the rounds of either case differ. It slows no work down by more than the noise. Disjoint
+    rounds alone prove little, since they are common among dozens of comparisons.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}

@@ -1,4 +1,4 @@
-"""The commands, one module each or one for two: arguments and help, the work, and what it prints.
+"""The commands: the arguments, help, work and output of each, in modules of one or more commands.
 
 A module here is imported only when its command runs.
 """

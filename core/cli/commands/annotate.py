@@ -37,7 +37,7 @@ def annotate(
 ) -> None:
     """Add metadata to a checkpoint, such as a metric that is known only later.
 
-    An existing key gets the new value. Prints all resulting metadata.
+    New values replace those of existing keys. Prints all resulting metadata.
 
     Examples:
       penstock annotate runs/gpt 100 val_loss=2.31
@@ -48,7 +48,7 @@ def annotate(
 
 @command("pin")
 def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Tag a checkpoint: retention deletes no tagged checkpoint.
+    """Tag a checkpoint, so that retention does not delete it.
 
     `penstock delete` deletes it only with --force. `penstock ls` shows the tags.
 
@@ -61,7 +61,7 @@ def pin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
 
 @command("unpin")
 def unpin(url: Url, step: _Step, tag: _Tag, *, as_json: Json = False) -> None:
-    """Remove a tag from a checkpoint, whether or not it has the tag.
+    """Remove a tag from a checkpoint, or do nothing if it lacks the tag.
 
     Examples:
       penstock unpin runs/gpt 100 best

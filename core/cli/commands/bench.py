@@ -68,11 +68,11 @@ def bench(
     seconds: _Seconds = 90.0,
     as_json: Json = False,
 ) -> None:
-    """Measure how fast runs are saved to URL and restored, and find the limit.
+    """Measure how fast checkpoints are saved to URL and restored, and find the limit.
 
-    The engine itself saves, restores and reads random tensors, with one option changed at a time,
-    for comparison with a plain loop of large writes and reads. Everything is written under a
-    separate name in the store, and removed at the end.
+    The engine saves, restores and reads random tensors, with one option changed at a time. A plain
+    loop of large writes and reads gives the limit. Everything is written under a separate name in
+    the store, and removed at the end.
 
     Examples:
       penstock bench /nvme/new-run
@@ -106,8 +106,8 @@ def tune(
 ) -> None:
     """Write the best configuration for runs at URL, with the reasons.
 
-    Measures as `penstock bench`, and sets the options with which saves, restores or partial reads
-    were faster by more than 5 % and by more than the rounds differ, and none was slower by 5 %.
+    Measures like `penstock bench`. Sets an option if it sped up saves, restores or partial reads
+    by more than 5 % and by more than the rounds differ, and slowed none of them by 5 %.
 
     Examples:
       penstock tune /nvme/new-run --out penstock.toml
@@ -204,10 +204,10 @@ def _columns(write: float, read: float) -> list[Column[_Line]]:
 
 
 def _read(path: Path, url: str) -> Report:
-    """Read what `bench --json` printed.
+    """Read the output of `bench --json`.
 
     Raises:
-        ConfigError: The file is not such output, or is of another store than `url`.
+        ConfigError: The file is not such output, or is for another store than `url`.
     """
     try:
         report = TypeAdapter(Report).validate_json(path.read_bytes())
@@ -253,7 +253,7 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
 
 
 def _backend(url: str, changes: dict[str, Any]) -> object:
-    """Return the backend of the configuration: as the user wrote it, with additional options."""
+    """Return the backend for the configuration, as the user wrote it, with additional options."""
     if is_configuration(url):  # unchanged from the file: `${NAME}` may hold a secret
         raw = read_file(Path(url))["backend"]
         if not isinstance(raw, str):

@@ -48,11 +48,11 @@ def compact(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> bool:
-    """Rewrite checkpoints that need data of others so that they need none, under the same step.
+    """Rewrite checkpoints that need other checkpoints' data, so that they need none.
 
-    They restore to the same values as before, and data that is no longer needed is freed. The run
-    may take more room afterwards: --dry-run shows about how much. Exits with 1 if a checkpoint
-    could not be compacted; that checkpoint is unchanged.
+    They keep their steps and restore to the same values, and data that is no longer needed is
+    freed. The run may take more space afterwards; --dry-run shows about how much. Exits with 1 if a
+    checkpoint could not be compacted; that checkpoint is unchanged.
 
     Examples:
       penstock compact runs/gpt --dry-run

@@ -50,7 +50,7 @@ class Copied:
     Attributes:
         step: The step.
         state: `copied`, `there` (the target had the checkpoint already) or `failed`.
-        verbatim: Whether the copy is the same byte for byte.
+        verbatim: Whether the copy is identical, byte for byte.
         uid: The uid at the target; None if the copy failed.
         generation: The generation at the target.
         objects: The number of objects in the copy.
@@ -81,7 +81,7 @@ class Copied:
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
 ) -> dict[str, Any] | None:
-    """Return the configuration for these options: `rules`, maybe `deltas`; None without any.
+    """Return the configuration for these options, `rules` and perhaps `deltas`; None without any.
 
     Raises:
         ConfigError: The file cannot be read or has no rules; or a codec needs options or
@@ -230,7 +230,7 @@ def copy(  # noqa: PLR0913 - its options
 
 
 def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
-    """Copy one checkpoint, or all of a run, and print the result of each."""
+    """Copy one checkpoint, or all checkpoints of a run, and print the result of each."""
     done: list[Copied] = []
     for number in _steps(copier.source, step):
         try:
@@ -289,7 +289,7 @@ class _Copier:
             return self._encode(step, self.how, bar)
 
     def interrupted(self, step: int) -> str:
-        """Return a message on the state after an interrupted copy, and how to continue."""
+        """Return a message on the state of an interrupted copy, and on how to continue."""
         if self.how is not None:
             return f"step {step} is not at {self.target.url}: copy it again"
         return (
@@ -348,7 +348,7 @@ class _Copier:
         moved: Callable[[int], None],
         error: DamagedError,
     ) -> CopyReport:
-        """Copy from a slower tier after the fastest tier with this checkpoint had damage."""
+        """Copy from a slower tier, after damage in the fastest tier with this checkpoint."""
         for tier in self.source.tiers[1:]:
             if is_whole(tier.backend, stored):
                 warn(str(error))
@@ -360,7 +360,7 @@ class _Copier:
         raise error
 
     def _above(self, record: CommitRecord) -> CommitRecord:
-        """Return the record with a generation above all of its step at the target."""
+        """Return the record with a higher generation than any of its step at the target."""
         generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 

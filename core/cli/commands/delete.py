@@ -276,10 +276,10 @@ def prune(
 ) -> bool:
     """Delete the data that crashed saves left behind, and show how much was freed.
 
-    Checkpoints are never touched. Deletes nothing, and exits with 1, if a commit record is
-    unreadable, since that checkpoint may need any data, or if there is old data but no commit
-    record, since the run may have been copied data first; --all deletes that data too, asks first,
-    and respects --grace.
+    Checkpoints are never touched. If a commit record is unreadable, deletes nothing and exits with
+    1, since that checkpoint may need any data. Does the same if there is old data but no commit
+    record, since the run may be a copy in flight; --all deletes that data too, asks first, and
+    respects --grace.
 
     Examples:
       penstock prune runs/gpt --dry-run

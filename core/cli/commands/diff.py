@@ -70,10 +70,10 @@ def diff(
 ) -> bool:
     """Show what differs between two checkpoints, of one run or of two.
 
-    Objects that only one of them has; kinds, dtypes and shapes; bytes, by their stored checksums
-    where these suffice, else by reading both; values, kinds of containers, metadata. Exits with 0
-    if nothing differs, 1 if something does, 2 after an error. It does not look for damage:
-    `penstock verify` does.
+    Compares objects, kinds, dtypes, shapes, values, kinds of containers and metadata. Compares
+    bytes by their stored checksums where these suffice, else by reading both. Exits with 0 if
+    nothing differs, 1 if something does, 2 after an error. Does not look for damage: use
+    `penstock verify`.
 
     Examples:
       penstock diff runs/gpt              the two newest

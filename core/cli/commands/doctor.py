@@ -97,8 +97,8 @@ class Check:
 
     Attributes:
         name: The subject of the check.
-        status: `ok`; `info`, a fact; `warn`, works, but not as well as it could; `fail`, a save
-            would fail.
+        status: `ok`, `info` (a fact), `warn` (works, but could be better) or `fail` (a save would
+            fail).
         found: The finding, for users.
         advice: The change that would help, if any.
         values: The finding for programs; the keys depend on `name`.
@@ -130,8 +130,8 @@ def doctor(
     """Check what this machine and this store can do for a run, and advise what to change.
 
     The run need not exist yet. Nothing is left behind, unless the command is killed while it
-    writes; `penstock prune` finds that. A check is `ok`, `info` (a fact),
-    `warn` (works, but could be better) or `fail` (a save would fail: the exit code is 1).
+    writes; `penstock prune` finds the remains. A check is `ok`, `info` (a fact), `warn` (works, but
+    could be better) or `fail` (a save would fail; the exit code is 1).
 
     Examples:
       penstock doctor runs/gpt
@@ -186,9 +186,9 @@ def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
 
 
 def _check_answer(backend: Backend) -> Check | None:
-    """Return a finding if a tier does not answer; None if it does, or if it is a folder.
+    """Return a finding if a tier does not answer; None if it answers, or if it is a folder.
 
-    The checks of folders find a better reason.
+    The checks of folders report a better reason.
     """
     advice = "check that it can be reached"
     try:
@@ -230,7 +230,7 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
 
 
 def _may_use_uring(spec: Any) -> bool:
-    """Return whether a place of the run, as it is configured, uses io_uring where that works."""
+    """Return whether a place in the run's configuration uses io_uring where io_uring works."""
     if isinstance(spec, BackendConfig):
         spec = {"type": spec.type, **spec.options}
     if isinstance(spec, dict):
@@ -240,7 +240,6 @@ def _may_use_uring(spec: Any) -> bool:
 
 
 def _uring() -> Check:
-    """Check whether io_uring works here."""
     try:
         backend = default_registry().backend_class("uring")
         backend(backend.from_url("/", {})).close()
@@ -436,7 +435,7 @@ def _check_store(backend: Backend, root: Path | None, probe_bytes: int) -> list[
 
 
 def _lifetime(backend: Backend) -> list[Check]:
-    """Return a warning if checkpoints end with the process that saves them."""
+    """Return a warning if checkpoints are lost when the process that saves them ends."""
     try:
         if backend.capabilities.outlives_process:
             return []

@@ -46,10 +46,10 @@ class DrainOutcome:
     Attributes:
         url: The URL of the run.
         found: The number of checkpoints that were queued.
-        before: The checkpoints that waited to be copied at the beginning.
-        left: The checkpoints that still wait, as far as is known.
+        before: The checkpoints that were pending at the beginning.
+        left: The checkpoints that are still pending, as far as known.
         states: The state of each link between two tiers.
-        in_the_way: By step, the two tiers if the next one has another save of that step.
+        in_the_way: By step, a tier and the next tier, which has another save of that step.
         silent: By tier, the reason why it does not answer; its content is unknown.
         stuck: Whether a copy was still in flight when the command gave up.
         seconds: The duration of the command.
@@ -75,15 +75,15 @@ class CommandDeadline(Deadline):
         self._timing = timing
 
     def ask(self, what: str, call: Callable[[], T], *, ending: bool = False) -> T:
-        """Return what `call` returns, if it returns before the deadline.
+        """Return the result of `call` if it ends before the deadline.
 
         Args:
             what: Names the call in error messages.
             call: The call, made in its own thread if there is a limit.
-            ending: Allow `Timing.command_end_s` more: cleaning up begins when the time is over.
+            ending: Whether to allow `Timing.command_end_s` more, for cleanup after the deadline.
 
         Raises:
-            StorageTimeoutError: The deadline passed first; the thread of `call` is left behind.
+            StorageTimeoutError: The deadline passed first; the thread of `call` keeps running.
         """
         if self.limit_s == math.inf:
             return call()
@@ -110,8 +110,8 @@ def drain(
 ) -> bool:
     r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does the same in the background; use this if none will. Leaves out
-    checkpoints that such a process is copying. Exits with 1 if something is still left.
+    A process that saves there does this in the background; use the command if none will. Leaves out
+    checkpoints that such a process is copying. Exits with 1 if a checkpoint is still pending.
 
     Examples:
       penstock drain penstock.toml
@@ -201,7 +201,7 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
 
 @contextmanager
 def _quiet_copies() -> Iterator[None]:
-    """Silence the log of copies: the command prints the same at the end."""
+    """Silence the log of copies, because the command prints the same at the end."""
     logger = logging.getLogger("penstock")
     levels = {logger: logger.level, left_log: left_log.level}
     if not errors.debug:
@@ -217,7 +217,7 @@ def _quiet_copies() -> Iterator[None]:
 def _waiting(
     backend: Backend, deadline: CommandDeadline, silent: dict[str, str], *, ending: bool = False
 ) -> list[CommitRecord]:
-    """Return the checkpoints that wait in answering tiers; add the other tiers to `silent`."""
+    """Return the pending checkpoints of tiers that answer; add the other tiers to `silent`."""
     found: list[CommitRecord] = []
     for tier in backend.tiers[:-1]:
         if tier.name in silent:
@@ -232,7 +232,7 @@ def _waiting(
 
 
 def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
-    """Return, for each waiting step, both tiers if the next one has another save of it."""
+    """Return, by pending step, a tier and the next tier that has another save of that step."""
     found = {}
     for tier, following in pairwise(tiers):
         for record in pending(tier.backend):

@@ -86,8 +86,8 @@ def export(  # noqa: PLR0913 - its options
     r"""Write a checkpoint, by default the latest one, as files of another tool.
 
     With `--to safetensors`, OUT is a folder in Hugging Face's layout, or one file if OUT ends in
-    .safetensors, with the objects below `model` unless --include selects others. Every checksum is
-    compared on the way, and OUT appears only when it is whole and durable.
+    .safetensors. It has the objects below `model` unless --include selects others. Every checksum
+    is compared on the way, and OUT appears only when it is whole and durable.
 
     Examples:
       penstock export runs/gpt gpt-hf --to safetensors \

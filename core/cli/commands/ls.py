@@ -77,8 +77,8 @@ class Listed:
         record: The commit record; None if it is unreadable.
         error: The reason why the record is unreadable.
         tiers: For a run in tiers, the names of the tiers that have the record.
-        waiting: Whether the checkpoint has yet to be copied from a tier to the next one.
-        notes: The data of the commit record and of the checkpoint's notes; None if `record` is.
+        waiting: Whether a tier still has to copy the checkpoint to the next one.
+        notes: The data of the commit record and of the checkpoint's notes; None without a record.
     """
 
     step: int
@@ -226,7 +226,7 @@ def _columns(
     *,
     tiered: bool,
 ) -> Iterator[Column[Listed]]:
-    """Yield the columns for these checkpoints; those of chains and tiers only if needed."""
+    """Yield the columns for these checkpoints; columns on chains and tiers only if needed."""
     now_s = time.time()
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
@@ -260,7 +260,6 @@ def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]
 
 
 def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
-    """Return the steps, by uid, of saves that lack only their commit record."""
     records = [one.record for one in listed if one.record is not None]
     steps = [one.step for one in listed]
     found: dict[str, int] = {}
@@ -308,7 +307,7 @@ def _print_metadata(one: Listed) -> None:
 
 
 def list_run(backend: Backend) -> list[Listed]:
-    """Return every step of a run, ascending; a damaged record hides no other step."""
+    """Return every step of a run, ascending, including steps with a damaged record."""
     return [
         Listed(step, None, str(found))
         if isinstance(found, DamagedError)
@@ -414,7 +413,7 @@ def _rest_text(metrics: Sequence[str], one: Listed) -> str:
 
 
 def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
-    """Return the few keys that are worth a column: numbers that most of the checkpoints have.
+    """Return the few keys that get a column: numbers that most of the checkpoints have.
 
     A number that never changes, such as a seed, gets no column.
     """
@@ -433,10 +432,10 @@ def usual_metrics(metadata: Sequence[Metadata]) -> list[str]:
 
 
 def check_metrics(wanted: Sequence[str], metadata: Sequence[Metadata]) -> None:
-    """Refuse a metric that none of the checkpoints has, unless there are no checkpoints.
+    """Refuse a metric that no checkpoint has, unless there are no checkpoints.
 
     Raises:
-        ConfigError: A metric is in no metadata.
+        ConfigError: No checkpoint has one of the metrics.
     """
     for name in wanted:
         if metadata and all(metric_of(one, name) is None for one in metadata):
@@ -446,7 +445,7 @@ def check_metrics(wanted: Sequence[str], metadata: Sequence[Metadata]) -> None:
 
 
 def metric_of(metadata: Metadata, name: str) -> Any:
-    """Return the value of a metric; None if it is not there.
+    """Return the value of a metric; None if `metadata` lacks it.
 
     `eval.mmlu` is a key of that name, else the key `mmlu` of the mapping `eval`.
     """

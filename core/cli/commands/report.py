@@ -1,6 +1,6 @@
 """The `penstock report` command: one HTML file with charts, which needs no network.
 
-Escapes all stored texts: they may hold markup, and plotly shows some HTML in the texts of a chart.
+Escapes all stored texts, since they may hold markup, and plotly renders some HTML in chart texts.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def plotly_html() -> Any:
 
 
 def page_of(facts: RunFacts) -> str:
-    """Return the page of a report.
+    """Return a report as an HTML page.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -281,15 +281,17 @@ def _row(one: Listed) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """How long a save took, from its event.
+    """The duration of a save, from its event.
 
     Attributes:
-        blocked_s: How long training was blocked.
+        blocked_s: The time for which training was blocked.
         total_s: From the call until the checkpoint was durable.
+        step_s: A step of training, if the run used `Checkpointer.due`.
     """
 
     blocked_s: float
     total_s: float
+    step_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class RunFacts:
         commit_s: By uid, for saves without an event, the time from the start of writing to the
             commit.
         times: By uid, the times in events.
-        unread: How many lines of the event files are not events.
+        unread: The number of lines in the event files that are not events.
     """
 
     url: str
@@ -330,11 +332,11 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
 
     Args:
         url: The URL of the run.
-        step: The step of the checkpoint whose objects are shown; None: the latest.
+        step: The step of the checkpoint whose objects are shown; default: the latest.
         events: Files of events, one line of JSON each, as written by `JsonLinesSink`.
 
     Raises:
-        PenstockError: The run cannot be read, or has no checkpoint; or there is no such file.
+        PenstockError: The run or a file cannot be read, or the run has no checkpoint.
     """
     times, unread = read_events(events)
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
@@ -350,7 +352,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
         contents = Checkpoint.open(backend, number).contents
         objects = tuple(describe(one, contents) for one in contents.objects())
         without = [one for one in listed if one.record and one.record.uid not in times]
-        commit_s = _commit_seconds(answering or places_of(backend), without)
+        commit_s = commit_seconds(answering or places_of(backend), without)
         tiers = tuple(tier.name for tier in backend.tiers)
         return RunFacts(
             backend.url, tuple(listed), tiers, silent, number, objects, commit_s, times, unread
@@ -360,7 +362,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
 def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
     """Return the times of durable saves by uid, and the number of lines that are not events.
 
-    A killed process leaves half a line.
+    A killed process may leave half a line.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -379,13 +381,16 @@ def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
                 if event["kind"] == "durable":
                     seconds = event["seconds"]
                     blocked_s, total_s = float(seconds["blocked"]), float(seconds["total"])
-                    times[event["uid"]] = SaveTimes(blocked_s, total_s)
-            except (ValueError, TypeError, KeyError, RecursionError):
+                    interval = event.get("interval")
+                    step_s = float(interval["seconds"]) / interval["steps"] if interval else None
+                    times[event["uid"]] = SaveTimes(blocked_s, total_s, step_s)
+            except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
                 unread += 1
     return times, unread
 
 
-def _commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
+def commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
+    """Return, by uid, the whole seconds from the start of writing to the commit."""
     found: dict[str, float] = {}
     for record in (one.record for one in listed if one.record is not None):
         for place in places:
@@ -441,7 +446,7 @@ def _about(box: Box) -> str:
 
 
 def sizes(facts: RunFacts) -> Chart:
-    """Return the bytes of each checkpoint: in memory, in its own blobs, and borrowed."""
+    """Return a chart of each checkpoint's bytes: in memory, in its own blobs, and borrowed."""
     records = facts.records
     steps = [str(record.step) for record in records]
     figures = [
@@ -462,7 +467,7 @@ def sizes(facts: RunFacts) -> Chart:
 
 
 def save_times(facts: RunFacts) -> Chart:
-    """Return the seconds of each save: from events, else from the records."""
+    """Return a chart of the seconds of each save: from events, else from the records."""
     records = facts.records
     reported = [record for record in records if record.uid in facts.times]
     unreported = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
@@ -491,7 +496,7 @@ def gaps_of(facts: RunFacts) -> list[tuple[int, float]]:
 
 
 def gaps(facts: RunFacts) -> Chart:
-    """Return the time between the commits of neighboring checkpoints."""
+    """Return a chart of the time between consecutive commits."""
     found = gaps_of(facts)
     unit, length = unit_of(max((seconds for _, seconds in found), default=0.0))
     trace = _bars(
@@ -503,7 +508,7 @@ def gaps(facts: RunFacts) -> Chart:
 
 
 def chains(facts: RunFacts) -> Chart:
-    """Return how many saves each checkpoint is away from one without a base."""
+    """Return a chart of each checkpoint's distance, in saves, from one without a base."""
     records = facts.records
     ages = [0 if record.base is None else record.base.age for record in records]
     trace = _line("age", [str(record.step) for record in records], ages, _BLUE)
@@ -520,7 +525,7 @@ def chains(facts: RunFacts) -> Chart:
 
 
 def tiers(facts: RunFacts) -> Chart:
-    """Return which tiers have which checkpoint."""
+    """Return a chart of the tiers that have each checkpoint."""
     traces = []
     for name, color, wanted in (("whole", _BLUE, False), ("to be copied", _OCHRE, True)):
         points = [
@@ -544,7 +549,7 @@ def _waits(one: Listed, tier: str) -> bool:
 
 
 def unit_of(seconds: float) -> tuple[str, int]:
-    """Return the unit, and its seconds, in which a duration is shown."""
+    """Return the unit in which to show a duration, and its length in seconds."""
     unit = next((unit for unit in ("h", "min") if seconds >= SECONDS[unit]), "s")
     return unit, SECONDS[unit]
 
@@ -583,7 +588,7 @@ class Box(Sum):
 
 
 def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
-    """Return the boxes, the outermost one, called `name`, first; merge small ones."""
+    """Return the treemap's boxes, first the outermost, called `name`; merge small boxes."""
     numbers = map(str, count())
     outer = _box(next(numbers), "", name, objects)
     tree = grown((one.record.path, one) for one in objects)

@@ -81,11 +81,11 @@ class Shown:
     Attributes:
         record: The object's record in the manifest.
         codecs: The codecs of its frames, in the order of encoding.
-        bytes_stored: Its bytes in the checkpoint's own blobs; of a slab, which holds several
-            objects, its share.
+        bytes_stored: Its bytes in the checkpoint's own blobs; for an object in a slab, its share
+            of the slab.
         bytes_borrowed: Its bytes in the blobs of other saves: shared frames, and frames that its
             own are encoded against.
-        links: How many frames of other chunks its deepest frame needs, one after the other.
+        links: The number of frames of other chunks that its deepest frame needs.
         stats: Statistics of its values, if requested and computable.
         rounding: Its lossy codecs, and those that may be lossy.
     """
@@ -156,7 +156,7 @@ def show(  # noqa: PLR0913 - its options
     segment), `**` (any number), `?`, `[..]`; a bare prefix selects everything below it.
 
     STORED is an object's size without the gaps between objects; `penstock ls` includes the gaps.
-    RATIO is BYTES over STORED. BORROWED is what it needs from blobs of other checkpoints.
+    RATIO is BYTES over STORED. BORROWED is the data that it needs from other checkpoints' blobs.
 
     Examples:
       penstock show runs/gpt --depth 1
@@ -225,7 +225,7 @@ def _check_grouping(url: str, by: str, *, objects: bool) -> None:
     elif objects:
         msg = "--by prints no objects; leave out --tree, --flat, --depth and --stats"
     elif by == "rule" and not is_configuration(url):
-        msg = "--by rule: a checkpoint stores no rules; give their configuration file as URL"
+        msg = "--by rule: checkpoints do not store rules; pass a configuration file as URL"
     if msg:
         raise typer.BadParameter(msg)
 
@@ -405,7 +405,7 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
 
 
 def _print_rounding(shown: list[Shown]) -> None:
-    """Print which of the objects are not stored with their saved values."""
+    """Print how many objects are rounded, by which codecs, and which codecs may be lossy."""
     rounded = [one for one in shown if one.rounding.lossy]
     if rounded:
         codecs = sorted({name for one in rounded for name in one.rounding.lossy})
@@ -422,7 +422,6 @@ def _print_rounding(shown: list[Shown]) -> None:
 
 
 def _print_choices(choices: Sequence[ChoiceRecord]) -> None:
-    """Print the reasons for codecs that were chosen by measurement."""
     for choice in choices:
         print_line(f"chosen for {choice.objects}: {choice.why}")
 
@@ -465,12 +464,12 @@ def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a restore of some objects reads from the blobs of one save.
+    """The frames that a restore of some objects reads from the blobs of one save.
 
     Attributes:
         lender: The save; the first link of a chain is the checkpoint itself.
         frames: The number of frames.
-        bytes_read: The sum of their lengths.
+        bytes_read: The total length of the frames.
     """
 
     lender: LendingSave
@@ -479,14 +478,14 @@ class Link:
 
 
 def depth_of(record: ObjectRecord) -> int:
-    """Return how many other frames the deepest frame of an object needs."""
+    """Return the number of other frames that the deepest frame of an object needs."""
     return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
 def chain_of(backend: Backend, contents: Contents, chosen: Iterable[ObjectRecord]) -> list[Link]:
-    """Return the links that a restore of `chosen` reads: the checkpoint's own, then the nearest.
+    """Return the links that a restore of `chosen` reads: the checkpoint's own first, then by depth.
 
-    Reads commit records until it finds all saves; none for a checkpoint that borrows nothing.
+    Reads commit records until it finds all saves, or none if the checkpoint borrows nothing.
     """
     record = contents.record
     frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)

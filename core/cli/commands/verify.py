@@ -62,10 +62,10 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """Compare every checksum of a checkpoint; exits with 1 if anything is damaged.
+    """Compare every checksum of a checkpoint; exit with 1 if anything is damaged.
 
-    All damage is listed, not only the first, by the path of the object or the name of the record.
-    With tiers, the copy in each is verified. With --repair, 1 means that damage is left.
+    Lists all damage by the path of the object or the name of the record. With tiers, verifies the
+    copy in each tier. With --repair, 1 means that damage is left.
 
     Examples:
       penstock verify runs/gpt
@@ -146,7 +146,7 @@ def _verified(
 
 
 def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:
-    """Return the damaged links of chains, with the damaged steps that need each."""
+    """Return the damaged links of chains, each with the damaged steps that need it."""
     found: dict[LendingSave, list[int]] = {}
     for report in reports:
         for link in report.links:
@@ -155,7 +155,6 @@ def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:
 
 
 def _damaged_uids(reports: Sequence[VerifyReport]) -> set[str]:
-    """Return the uids of the saves whose blobs are damaged."""
     damaged = (damage for report in reports for damage in report.damaged)
     return {uid for damage in damaged if (uid := blob_uid(damage.blob)) is not None}
 
@@ -223,7 +222,7 @@ def _print_repair(repair: Repair) -> None:
 
 @dataclass(slots=True)
 class Group:
-    """The damage in one blob, as dicts with keys only, since a dict keeps its order.
+    """The damage in one blob, in dicts that serve as ordered sets.
 
     Attributes:
         causes: The details of the damage, each once.

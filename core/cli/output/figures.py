@@ -29,7 +29,7 @@ class Sum:
     Attributes:
         group: The name of the group.
         objects: The number of objects, including tied ones.
-        bytes_raw: Their bytes; tied tensors count once.
+        bytes_raw: Their raw bytes; tied tensors count once.
         bytes_stored: Their bytes in the checkpoint's own blobs.
         bytes_borrowed: The bytes that they need from blobs of other saves.
     """
@@ -94,7 +94,7 @@ class Branch(Generic[T]):
 
 
 def grown(items: Iterable[tuple[tuple[str, ...], T]]) -> Branch[T]:
-    """Build the tree of items by path; a branch is placed where its first item was."""
+    """Build the tree of items by path, with branches in the order of their first items."""
     root: Branch[T] = Branch("")
     for path, item in items:
         branch = root
@@ -138,10 +138,11 @@ def tensor_stats(
         piece_bytes: How much of the tensor to hold in memory at a time.
 
     Returns:
-        None for values without an order (complex, dates, bytes), and for tied objects.
+        The statistics; None for values without an order (complex, dates, bytes), and for tied
+        objects.
 
     Raises:
-        DamagedError: Stored bytes are not what was written.
+        DamagedError: Stored bytes differ from the written bytes.
     """
     if record.kind is not Kind.TENSOR or record.same_as is not None:
         return None
@@ -188,7 +189,7 @@ class _Running:
         self._inf = 0
 
     def add(self, values: Any) -> None:
-        """Take a numpy array of integers, floats or booleans."""
+        """Add a numpy array of integers, floats or booleans."""
         import numpy as np  # noqa: PLC0415 - only where values are read
 
         if values.dtype.kind == "f":
@@ -228,7 +229,7 @@ class _Running:
 
 
 def _real(value: Any, dtype: str) -> Any:
-    """Return a tensor or array as an array of ordered numbers; None if it has no order."""
+    """Return a tensor or array as an array of real numbers; None if its values have no order."""
     import numpy as np  # noqa: PLC0415 - only where values are read
 
     if isinstance(value, np.ndarray):

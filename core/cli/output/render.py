@@ -1,4 +1,4 @@
-"""Tables and texts for users, JSON for programs. Knows nothing of checkpoints.
+"""Tables and texts for users, and JSON for programs. This module knows nothing of checkpoints.
 
 Tested in `tests/core/cli/test_cli.py`.
 """
@@ -36,7 +36,7 @@ class Column(Generic[T]):
         title: The head of the column.
         cell: Returns the cell of an item; each item is a line of the table.
         right: Whether its cells are aligned right.
-        keep: A narrow terminal drops columns with the lowest `keep` first; 0 always stays.
+        keep: A narrow terminal drops columns with the lowest `keep` first, but never those with 0.
         flexible: Whether its cells may be cut (with an ellipsis) to fit.
         spare: Whether the column is dropped before a flexible column is cut.
         middle: Whether cells are cut in the middle; the end of a path matters most.
@@ -109,7 +109,7 @@ def wrapped(line: str, width: int, hanging: int = 2) -> str:
 
 
 def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
-    """Print a table that fits the terminal: leaves out columns, then cuts flexible ones.
+    """Print a table that fits the terminal: leave out columns, then cut flexible ones.
 
     In a pipe nothing is left out, cut or colored. Cells are escaped as by `visible`.
     """
@@ -161,7 +161,7 @@ def fitting(
 def shortened(text: str, width: int, *, middle: bool = False) -> str:
     """Cut the end of `text`, so that it takes `width` cells.
 
-    With `middle`, cut its middle instead: two thirds of the result are its end.
+    With `middle`, cut the middle instead, and keep twice as much of the end as of the beginning.
     """
     kept, cut = width, text
     while kept and _cells(cut) > width:
@@ -188,7 +188,7 @@ def visible_lines(message: str) -> list[str]:
 
 
 def number_text(value: float | None) -> str:
-    """Format a float with four digits, an integer whole, and None as `-`."""
+    """Format a float with four digits, an integer in full, and None as `-`."""
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.4g}"
@@ -200,7 +200,7 @@ def ratio_text(raw: int, stored: int) -> str:
 
 
 def bar_text(share: float, width: int) -> str:
-    """Return a bar of `width` cells for a terminal, filled to `share`, at most 1."""
+    """Return a bar of `width` cells for a terminal, filled to `share` (at most 1)."""
     from rich.bar import Bar  # noqa: PLC0415 - see `_console`
 
     console = _console()
@@ -209,7 +209,7 @@ def bar_text(share: float, width: int) -> str:
 
 
 def age_text(seconds: float) -> str:
-    """Format `3700` as `1 h`; a negative age (clocks differ) as `now`."""
+    """Format `3700` as `1 h`, and a negative age (clocks differ) as `now`."""
     for unit in ("d", "h", "min", "s"):
         if seconds >= SECONDS[unit]:
             return f"{int(seconds // SECONDS[unit])} {unit}"
@@ -230,7 +230,7 @@ def value_text(value: Any) -> str:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Format steps as `step 1` or `steps 1, 2`, the first ones of many."""
+    """Format steps as `step 1` or `steps 1, 2`; of many, only the first ones."""
     return f"step{'s' if steps[1:] else ''} {listed([*map(str, steps)])}"
 
 

@@ -1,4 +1,4 @@
-"""The folders of runs on this machine, and silenced loggers."""
+"""Finds the folders of runs on this machine, and silences loggers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPENING = "penstock.core.storage.open"
 
 @contextmanager
 def quiet(name: str, level: int) -> Iterator[None]:
-    """Silence a logger below `level`, where its warnings are of no use to the command."""
+    """Silence a logger below `level`, because its warnings do not help the command's user."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)
@@ -39,7 +39,7 @@ def quiet(name: str, level: int) -> Iterator[None]:
 
 
 def tiers_quiet() -> AbstractContextManager[None]:
-    """Silence the opening of tiers, for commands that print which tiers are away and why."""
+    """Silence the opening of tiers, for commands that print which tiers are unavailable and why."""
     return quiet("penstock.backends.tiered.backend", logging.CRITICAL)
 
 
@@ -57,7 +57,7 @@ def named_root(backend: Backend) -> Path | None:
 
 
 def same_place(one: Backend, other: Backend) -> bool:
-    """Return whether both are the same run, judged by their URLs."""
+    """Return whether two backends have the same run, judged by their URLs."""
     if one.url == other.url:
         return True
     roots = [named_root(backend) for backend in (one, other)]
@@ -84,7 +84,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the root of the run that contains `folder`, such as its `commits`, or None."""
+    """Return the root of the run that has `folder` in it, such as `commits`; None if none has."""
     return next(
         (
             parent

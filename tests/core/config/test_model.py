@@ -455,3 +455,28 @@ def test_from_config_takes_live_objects(tmp_path, monkeypatch):
         ckpt.save({"w": np.zeros(5000)}, 1, mode="blocking")
         assert list(ckpt.info(1).codecs) == ["own"]
     assert [type(event).__name__ for event in events][:1] == ["SaveEvent"]
+
+
+@pytest.mark.parametrize("every", ["auto", 1, 500])
+def test_a_schedule_takes_a_number_of_steps_or_auto(every):
+    config = load_config({"backend": "memory://", "schedule": {"every": every}})
+    assert config.schedule.every == every
+    assert config.schedule.overhead == 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "place"),
+    [
+        ({"every": 0}, "schedule.every"),
+        ({"every": "often"}, "schedule.every"),
+        ({"every": True}, "schedule.every"),
+        ({"overhead": 0}, "schedule.overhead"),
+        ({"overhead": 2}, "schedule.overhead"),
+        ({"mtbf_s": -1}, "schedule.mtbf_s"),
+        ({"mtbf": 3}, "mtbf_s"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_by_its_place(schedule, place):
+    with pytest.raises(ConfigError, match=place) as caught:
+        load_config({"backend": "memory://", "schedule": schedule})
+    assert "<" not in str(caught.value), "no internal name"

@@ -12,6 +12,7 @@ from penstock.core.abc import DelegatingBackend
 from penstock.core.errors import StorageError
 from penstock.core.format.segment import HEADER_BYTES, segment_name
 from penstock.core.log import segments
+from penstock.core.log.archive import EntryBackend
 from penstock.core.log.segments import SegmentWriter, StoredLog
 from penstock.testing.faults import Fault, FaultyBackend
 
@@ -61,7 +62,7 @@ def test_entries_read_back_before_and_after_the_end():
     assert steps(backend) == [4, 5, 6]
     stored = StoredLog(backend, UID, 0)
     assert (stored.latest(), stored.segments) == (6, 1)
-    opened = stored.entries[1].open(backend)
+    opened = EntryBackend(backend, stored.entries[1].files(backend))
     assert opened.read_record("data/blob", limit_bytes=9999) == files(5)["data/blob"]
     with pytest.raises(StorageError, match="read-only"):
         opened.publish("a", b"")

@@ -12,6 +12,7 @@ from penstock.core.rounds.posts import (
     At,
     DrainedPost,
     DrainsPost,
+    DuePost,
     GoPost,
     Outbox,
     Result,
@@ -61,7 +62,15 @@ def test_terms_round_trip_and_too_large_ones_are_refused():
         posts.encode(GoPost("save", {"names": "x" * 20_000}))
 
 
-@pytest.mark.parametrize("kind", [SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost])
+@pytest.mark.parametrize("due", [False, True])
+def test_a_promise_on_the_next_save_round_trips(due):
+    post = DuePost((1 << 53) - 1, due=due)
+    assert posts.decode(DuePost, posts.encode(post)) == post
+
+
+@pytest.mark.parametrize(
+    "kind", [SlotPost, GoPost, Verdict, ResultPost, DrainsPost, DrainedPost, DuePost]
+)
 def test_malformed_bytes_are_refused(kind):
     for data in (b"", b"{}", b"[1]", b"\xff", b'{"v":1}', b'{"v":0,"commit":1}'):
         with pytest.raises(FormatError):

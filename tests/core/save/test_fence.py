@@ -51,7 +51,7 @@ def pending_save(ckpt, step=1):
     return hold, handle
 
 
-def hooks():
+def count_hooks():
     return len(torch_optimizer._global_optimizer_pre_hooks)
 
 
@@ -69,14 +69,14 @@ def test_a_save_that_defers_nothing_is_not_fenced(ckpt, outside):
 
 def test_any_number_of_saves_share_one_hook(ckpt):
     hold, handle = pending_save(ckpt)
-    installed = hooks()
+    installed = count_hooks()
     hold.let_go.set()
     handle.result()
     for step in (2, 3):
         hold, handle = pending_save(ckpt, step)
         hold.let_go.set()
         handle.result()
-    assert hooks() == installed
+    assert count_hooks() == installed
 
 
 def test_a_step_waits_for_the_captures_of_every_checkpointer(ckpt, outside):

@@ -59,6 +59,11 @@ def without_step(training):
         training.model[0].weight += 1
 
 
+def through_data(training):
+    weight = training.model[0].weight
+    weight.data = weight.data * 2
+
+
 def lbfgs(training):
     training.optimizer.zero_grad()
     other = torch.optim.LBFGS(training.model.parameters(), 0.1)
@@ -75,6 +80,7 @@ def lbfgs(training):
         (zeroed, "a gradient was changed between the step and its copy"),
         (outside, "a parameter or the state of AdamW was changed outside a step"),
         (lbfgs, "a parameter or the state of AdamW was changed outside a step"),
+        (through_data, "a parameter or the state of AdamW was changed outside a step"),
         (without_step, "a parameter or the state of AdamW was changed outside a step"),
     ],
 )

@@ -2,7 +2,10 @@
 
 import importlib
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +16,11 @@ from torch import nn, optim
 
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.abc import StateObject
+from penstock.core.log import recorder
+from penstock.core.plugins.registry import default_registry
+from penstock.core.tree.describe import describe_tree
+from penstock.core.tree.paths import show_path
 from penstock.testing.faults import Fault, FaultyBackend
 
 QUICK = {("AdamW fused", way) for way in WAYS} | {(kind, "plain") for kind in KINDS}
@@ -370,3 +378,95 @@ def test_gradients_keep_their_memory_format(tmp_path, kind):
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore(other).step == 3
     assert torch.equal(other["model"].weight, state["model"].weight)
+
+
+def bits_by_path(state):
+    """Return the bytes of the tensors of a state, by path."""
+    found = describe_tree(state, providers=default_registry().providers, allow_pickle=False)
+    bits = {}
+    for entry in found.entries:
+        if isinstance(entry, StateObject):
+            bits[show_path(entry.path)] = out = bytearray(entry.source.nbytes)
+            if out:
+                entry.source.copy_out(0, memoryview(out))
+    return bits
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach", "Adafactor"])
+def test_one_parameter_is_replayed_alone(tmp_path, kind):
+    training = Training(kind)
+    save_and_log(tmp_path, training)
+    name = "4.weight"
+    whole = {p: b for p, b in bits_by_path(training.state).items() if name in p}
+    other = Training(kind, seed=5)
+    before = bits_by_path(other.state)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        include = (f"{top}/{name}" for top in ("model", "optimizer/state"))
+        report = ckpt.restore(other.state, include=include)
+        assert (report.step, report.replayed_steps) == (LAST, 6)
+        assert not ckpt.log(other.state, LAST + 1)  # it is no state of this run
+    after = bits_by_path(other.state)
+    assert len(whole) > 2
+    assert {p: after[p] for p in whole} == whole
+    untouched = [p for p in before if not p.startswith("rng") and p not in whole]
+    assert {p: after[p] for p in untouched} == {p: before[p] for p in untouched}
+
+
+def test_parameter_without_its_state_is_not_replayed(tmp_path, caplog):
+    training = Training()
+    save_and_log(tmp_path, training)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        report = ckpt.restore(Training(seed=5).state, include="model")
+        assert (report.step, report.replayed_steps) == (3, 0)
+        assert "model/0.weight is selected without optimizer/state" in caplog.text
+        with pytest.raises(penstock.RestoreError, match="step 7 cannot be replayed; the state has"):
+            ckpt.restore(Training(seed=5).state, 7, include="model")
+        # Without the optimizer nothing shows which of these it has changed.
+        report = ckpt.restore({"model": Training(seed=5).model}, include="model/**")
+        assert (report.step, report.replayed_steps) == (3, 0)
+
+
+def test_what_no_optimizer_changes_is_restored_alone(tmp_path):
+    training = Training()
+    save_and_log(tmp_path, training)
+    other = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state, include=["rng", "scheduler"]).replayed_steps == 6
+    assert other.scheduler.last_epoch == training.scheduler.last_epoch
+
+
+OTHER_CPU = """
+import sys, torch, penstock
+from tests.integration.log.trainings import Training
+
+training = Training("AdamW foreach", seed=5)
+with penstock.Checkpointer(sys.argv[1]) as ckpt:
+    report = ckpt.restore(training.state)
+print(torch.backends.cpu.get_cpu_capability(), report.step, report.replayed_steps)
+"""
+
+
+@pytest.mark.process
+def test_other_cpu_instructions_end_the_restore_at_the_base(tmp_path):
+    save_and_log(tmp_path, Training("AdamW foreach"))
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-c", OTHER_CPU, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["DEFAULT", "3", "0"]
+    assert f"cpu {torch.backends.cpu.get_cpu_capability()}, now DEFAULT" in done.stderr
+
+
+def test_change_that_leaves_no_mark_is_found_by_a_digest(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(recorder, "_DIGEST_FREE_S", 60.0)  # takes one of each entry
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(training.state, 0, mode="blocking")
+        for number in range(1, 5):
+            if number == 3:
+                training.model[0].weight.data.mul_(2)
+            training.step()
+            ckpt.log(training.state, number)
+    other = Training(seed=5)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state).step == 0
+    assert "has other bits after a logged step than it had in training" in caplog.text

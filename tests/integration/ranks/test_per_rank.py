@@ -302,7 +302,7 @@ def test_an_on_change_load_failure_is_an_error():
     Job(2, store).save(lambda rank: {"data": PerRank(Reading(rank))})
     with checkpointer(store) as ckpt:
         marker = PerRank(live, on_change=lambda stored: 1)
-        with pytest.raises(RestoreError, match="data: load_state_dict failed on what on_change"):
+        with pytest.raises(RestoreError, match="data: load_state_dict failed on the result"):
             ckpt.restore({"data": marker})
 
 

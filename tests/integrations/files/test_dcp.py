@@ -428,7 +428,7 @@ BREAKS = {
     "dtype": (break_dtype, "does not hold 'w' as its metadata says"),
     "place": (break_place, "where 'w' at"),
     "no path": (break_path, "no path for 'w'"),
-    "nesting": (break_nesting, "where another object is"),
+    "nesting": (break_nesting, "conflicts with another object"),
     "list": (break_list, "lacks some of its"),
     "leaves": (lambda m: info_of(m, relative_path="../w"), "not in the folder"),
     "absolute": (lambda m: info_of(m, relative_path="/etc/passwd"), "not in the folder"),

@@ -144,7 +144,7 @@ class SqliteBackend(Backend):
                 if request.offset + target.nbytes > size:
                     msg = (
                         f"cannot read {target.nbytes} bytes at {request.offset} of "
-                        f"{request.name} on {self.url}: it has {size}"
+                        f"{request.name} on {self.url}: it ends at {size}"
                     )
                     raise BlobTruncatedError(msg)
                 _read_pieces(db, blob, request.offset, target)

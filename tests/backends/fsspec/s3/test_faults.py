@@ -215,7 +215,7 @@ def test_missing_conditional_puts_are_detected(opened, folder, proxy):
 
 def test_short_blob_is_truncation_not_a_bad_reply(shaky, proxy):
     shaky.publish("r", b"12345")
-    with pytest.raises(BlobTruncatedError, match="it has 5"):
+    with pytest.raises(BlobTruncatedError, match="it ends at 5"):
         shaky.read([ReadRequest("r", 0, memoryview(bytearray(6)))])
     with pytest.raises(BlobTruncatedError):
         shaky.read([ReadRequest("r", 5, memoryview(bytearray(1)))])

@@ -1,0 +1,121 @@
+"""Proves in the background that the steps of a run can be replayed to the same bits.
+
+Tested in `tests/integration/log/test_proof.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import Unit
+from penstock.core.log.replayed import digest_of, step_again
+from penstock.core.log.steps import NotLoggedError, local_of, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch.optim import Optimizer
+
+    from penstock.core.abc import Replayer
+
+_PARAMETER_BYTES = 16 << 20  # of the parameters in a proof; their state is copied, too
+
+
+class RefutedError(NotLoggedError):
+    """A replayed step gave other bits than the step of training."""
+
+
+@dataclass(eq=False, slots=True)
+class Proof:
+    """A copy of some parameters from before a step, which takes the step again from its entry.
+
+    Attributes:
+        chosen: The numbers of the parameters, counted over all groups.
+        copied: An optimizer of the same class with copies of these parameters and their state.
+        digest: The digest of the originals after the step.
+    """
+
+    chosen: Collection[int]
+    copied: Optimizer
+    digest: str = ""
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Note the values after the step."""
+        self.digest = digest_of(_part_of(optimizer, self.chosen))
+
+    def check(self, replayer: Replayer, stored: Mapping[str, Any]) -> None:
+        """Take the stored step with the copies, and compare. On any thread.
+
+        Raises:
+            RefutedError: The bits differ.
+        """
+        numbers = count()
+        rows = [[(next(numbers), row) for row in group] for group in stored["layout"]]
+        parameters = [[*group["params"]] for group in self.copied.param_groups]
+        copies = [iter(group) for group in parameters]
+        placed = [
+            [(next(copies[g]) if number in self.chosen else None, row) for number, row in group]
+            for g, group in enumerate(rows)
+        ]
+        step_again(self.copied, replayer, stored, placed)
+        if digest_of(self.copied) != self.digest:
+            msg = (
+                f"a replay of the step of {stored['optimizer']} gives other bits than training: "
+                f"{stored['engine']}"
+            )
+            raise RefutedError(msg)
+
+
+def begin_proof(
+    optimizer: Optimizer, replayer: Replayer, attributes: Mapping[str, Any]
+) -> Proof | None:
+    """Copy some parameters before a step; None: there are too many that step only together.
+
+    Args:
+        optimizer: The optimizer.
+        replayer: Its replayer.
+        attributes: Its attributes at the start of the run: an optimizer that counts its own steps
+            has no such count after a restart.
+    """
+    chosen: list[int] = []
+    nbytes = 0
+    together = replayer.unit(optimizer) is Unit.OPTIMIZER
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        nbytes += local_of(parameter).nbytes
+        if chosen and nbytes > _PARAMETER_BYTES:
+            if together:
+                return None
+            break
+        chosen.append(number)
+    part = _part_of(optimizer, chosen)
+    memo: dict[int, Any] = {}
+    groups = [
+        {**group, "params": [_copied(p, memo) for p in group["params"]]}
+        for group in part.param_groups
+    ]
+    copied = with_groups(optimizer, groups, attributes)
+    copied.state = defaultdict(dict)
+    for parameter in (p for group in part.param_groups for p in group["params"]):
+        if parameter in optimizer.state:
+            copied.state[memo[id(parameter)]] = copy.deepcopy(optimizer.state[parameter])
+    return Proof(frozenset(chosen), copied)
+
+
+def _copied(parameter: Any, memo: dict[int, Any]) -> Any:
+    memo[id(parameter)] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    return memo[id(parameter)]
+
+
+def _part_of(optimizer: Optimizer, chosen: Collection[int]) -> Optimizer:
+    """Return a view of an optimizer that has only some parameters."""
+    numbers = count()
+    groups = [
+        {**group, "params": [p for p in group["params"] if next(numbers) in chosen]}
+        for group in optimizer.param_groups
+    ]
+    return with_groups(optimizer, groups, vars(optimizer))
