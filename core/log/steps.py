@@ -9,11 +9,13 @@ Tested in `tests/integration/log/test_ends.py`.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 from penstock.core.errors import PenstockError
+from penstock.core.foreign import said
 from penstock.core.save.fence import address_of
 from penstock.core.save.hooks import after_steps, before_steps
 
@@ -43,7 +45,7 @@ class LoggedStep:
         key: The id of the optimizer.
         optimizer: The optimizer.
         replayer: Takes its steps again.
-        captured: What the replayer needs besides gradients and options.
+        captured: What the replayer captured before and after the step.
         grads: The gradient of each parameter of each group; None: it had none.
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
@@ -109,6 +111,7 @@ class StepWatch:
     _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
     _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
     _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
+    _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # captured before them
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
@@ -147,12 +150,15 @@ class StepWatch:
     def before(self, optimizer: Optimizer) -> None:
         """Compare an optimizer with what it was after its last step; prove its first steps."""
         self._compare(optimizer)
-        key = id(optimizer)
-        if self.keeps and not self.trouble and self._knows(optimizer) and self._left[key]:
+        if self.trouble or not self._knows(optimizer):
+            return
+        replayer, key = self.find(optimizer), id(optimizer)
+        if replayer is None:
+            return
+        self._begun[key] = replayer.capture_before(optimizer)
+        if self.keeps and self._left[key]:
             self._left[key] -= 1
-            replayer = self.find(optimizer)
-            if replayer is not None:
-                self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
+            self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
 
     def _compare(self, optimizer: Optimizer) -> None:
         if self.trouble:  # for those who never log: it costs nothing from their second step on
@@ -175,7 +181,8 @@ class StepWatch:
         grads: list[list[Any]] = [
             [p.grad for p in group["params"]] for group in optimizer.param_groups
         ]
-        captured, options = replayer.capture(optimizer), options_of(optimizer)
+        options = options_of(optimizer)
+        captured = {**self._begun.pop(id(optimizer), {}), **replayer.capture(optimizer)}
         step = LoggedStep(id(optimizer), optimizer, replayer, captured, grads, (), options)
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
@@ -189,6 +196,15 @@ class StepWatch:
             step.proof = proof
         self.steps.append(step)
         self._mark(optimizer)
+
+    @contextmanager
+    def noting_failures(self, optimizer: Optimizer) -> Iterator[None]:
+        """End the log if a replayer fails, not the training."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - recorded: training continues
+            self.trouble = f"the replayer of {type(optimizer).__name__} failed: {said(error)}"
+            self.steps = []
 
     def _knows(self, optimizer: Optimizer) -> bool:
         known = self._after.get(id(optimizer))
@@ -211,9 +227,17 @@ class StepWatch:
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the options of each group, without its parameters."""
     return [
-        {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        copied_options({k: v for k, v in group.items() if k not in {"params", "param_names"}})
         for group in optimizer.param_groups
     ]
+
+
+def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with copies of tensors, which schedulers and steps change in place."""
+    return {
+        key: value.detach().clone() if hasattr(value, "untyped_storage") else value
+        for key, value in options.items()
+    }
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
@@ -295,9 +319,11 @@ def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
-        watch.before(optimizer)
+        with watch.noting_failures(optimizer):
+            watch.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
-        watch.after(optimizer)
+        with watch.noting_failures(optimizer):
+            watch.after(optimizer)

@@ -46,11 +46,11 @@ class Careful(Credulous):
     def unit(self, optimizer):
         return Unit.ELEMENT
 
-    def capture(self, optimizer):
+    def capture_before(self, optimizer):
         return {"taken": optimizer.taken}
 
     def step(self, optimizer, captured):
-        optimizer.taken = captured["taken"] - 1
+        optimizer.taken = captured["taken"]
         optimizer.step()
 
 
