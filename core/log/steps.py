@@ -305,16 +305,27 @@ def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, followed by the tensors of its state."""
+    """Yield each parameter, followed by the tensors of its state; then state of no parameter."""
     for parameter in parameters_of(optimizer):
         yield from _tensors_of_step(optimizer, parameter)
+    shared: Any = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    yield from _tensors_in(shared)
 
 
 def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     yield parameter
-    for _, item in sorted(optimizer.state.get(parameter, {}).items()):
-        if hasattr(item, "untyped_storage"):
-            yield item
+    yield from _tensors_in(optimizer.state.get(parameter, {}))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _tensors_in(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:

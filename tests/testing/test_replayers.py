@@ -92,6 +92,43 @@ def test_what_a_step_changes_is_captured_before_it():
     check_replayer(make_noisy, replayer=Good)
 
 
+class Nested(optim.Optimizer):
+    """Has lists in the state of a parameter, and state that belongs to none."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["all"] = {"count": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self):
+        self.state["all"]["count"] += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                if not self.state[p]:
+                    self.state[p]["sums"] = [torch.zeros_like(p), {"square": torch.zeros_like(p)}]
+                total, squares = self.state[p]["sums"]
+                total += p.grad
+                squares["square"] += p.grad.square()
+                rate = self.param_groups[0]["lr"] / self.state["all"]["count"]
+                p.sub_(rate * total / (1 + squares["square"].sqrt()))
+
+
+class NestedReplayer(Replayer):
+    api_version = 1
+    name = "nested"
+
+    def handles(self, optimizer, /):
+        return type(optimizer) is Nested
+
+
+def test_state_in_lists_or_of_no_parameter_is_replayed():
+    def make():
+        model = nn.ParameterList([torch.ones(4, 2), torch.ones(3)])
+        return model, Nested(model.parameters())
+
+    check_replayer(make, replayer=NestedReplayer)
+
+
 class HandlesAll(Good):
     def handles(self, optimizer, /):
         return isinstance(optimizer, optim.Optimizer)
