@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.core.abc import Unit
 from penstock.core.log.replayed import digest_of, step_again
-from penstock.core.log.steps import NotLoggedError, local_of
+from penstock.core.log.steps import NotLoggedError, detached, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -98,8 +98,7 @@ def begin_proof(
         {**group, "params": [_copied(p, memo) for p in group["params"]]}
         for group in part.param_groups
     ]
-    others = {key: attributes[key] for key in attributes.keys() - {"state", "param_groups"}}
-    copied = _with_groups(optimizer, groups, _detached(others, memo))
+    copied = _with_groups(optimizer, groups, detached(attributes, memo))
     copied.state = defaultdict(dict)
     for parameter in (p for group in part.param_groups for p in group["params"]):
         if parameter in optimizer.state:
@@ -112,23 +111,6 @@ def begin_proof(
 def _copied(parameter: Any, memo: dict[int, Any]) -> Any:
     memo[id(parameter)] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     return memo[id(parameter)]
-
-
-def _detached(value: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a copy of what a step may change in place: the proof runs beside the training."""
-    import torch  # noqa: PLC0415 - torch is loaded only to log
-
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if type(value) is dict:
-        return {key: _detached(item, memo) for key, item in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(_detached(item, memo) for item in value)
-    return value
 
 
 def _part_of(optimizer: Optimizer, chosen: Collection[int]) -> Optimizer:

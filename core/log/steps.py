@@ -109,7 +109,10 @@ class StepWatch:
         default_factory=dict
     )
     _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
-    _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
+    # Of each optimizer at the start: a process that replays has no later ones.
+    _attributes: dict[int, tuple[Callable[[], Optimizer | None], Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
     _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
     _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # captured before them
 
@@ -119,7 +122,8 @@ class StepWatch:
         self._after = {}
         for optimizer in optimizers:
             self._mark(optimizer)
-            self._attributes.setdefault(id(optimizer), dict(vars(optimizer)))
+            if self._attributes.get(id(optimizer), (lambda: None, {}))[0]() is not optimizer:
+                self._attributes[id(optimizer)] = ref(optimizer), attributes_of(optimizer)
         before_steps(_before_step)
         after_steps(_after_step)
         _watches.add(self)
@@ -158,7 +162,7 @@ class StepWatch:
         self._begun[key] = replayer.capture_before(optimizer)
         if self.keeps and self._left[key]:
             self._left[key] -= 1
-            self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
+            self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
 
     def _compare(self, optimizer: Optimizer) -> None:
         if self.trouble:  # for those who never log: it costs nothing from their second step on
@@ -255,6 +259,35 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def detached(value: Any, memo: Mapping[int, Any]) -> Any:
+    """Return a copy of what a step may change in place: a proof runs beside the training.
+
+    Args:
+        value: An attribute of an optimizer.
+        memo: What to return for an object, by its id.
+    """
+    import torch  # noqa: PLC0415 - torch is loaded only to log
+
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) is dict:
+        return {key: detached(item, memo) for key, item in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(detached(item, memo) for item in value)
+    return value
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of an optimizer's attributes, without its groups and state."""
+    own = {key: v for key, v in vars(optimizer).items() if key not in {"state", "param_groups"}}
+    copies: dict[str, Any] = detached(own, {id(p): p for p in parameters_of(optimizer)})
+    return copies
 
 
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -8,6 +8,7 @@ from torch import nn, optim
 import penstock
 from penstock.core.abc import API_VERSION, Replayer, Unit
 from penstock.core.log import proof
+from penstock.core.log.steps import attributes_of
 from penstock.core.plugins.registry import Registry
 
 
@@ -101,7 +102,7 @@ def test_proof_shares_nothing_that_a_step_may_change():
     optimizer.own = {"parameters": [*model.parameters()], "counts": [1]}
     optimizer.generator = torch.Generator()
     state = optimizer.generator.get_state()
-    copied = proof.begin_proof(optimizer, Careful(), vars(optimizer)).copied
+    copied = proof.begin_proof(optimizer, Careful(), attributes_of(optimizer)).copied
     copied.taken += 1
     copied.own["counts"].append(2)
     torch.rand(1, generator=copied.generator)
