@@ -207,10 +207,13 @@ def _steps_alone(subject: Subject, number: int) -> None:
             parameter.grad = None
         together.step()
         alone.step()
-    pair = [
-        (p, dict(o.state.get(p, {}))) for o in (together, alone) for p in [_parameters(o)[number]]
-    ]
-    _expect_same(*pair, f"parameter {number} steps to other bits without the others: unit")
+    expected, got = (
+        (p, dict(optimizer.state.get(p, {})))
+        for optimizer in (together, alone)
+        for p in [_parameters(optimizer)[number]]
+    )
+    what = f"parameter {number} steps to other bits without the others: unit"
+    _expect_same(expected, got, what)
 
 
 def _steps_in_pieces(subject: Subject) -> None:
@@ -227,7 +230,8 @@ def _steps_in_pieces(subject: Subject) -> None:
         _set_gradients(whole, step)
         for number, parameter, pieces in (row for rows in groups for row in rows):
             flat = _gradient(parameter, number, step).flatten()
-            for piece, grad in zip(pieces, flat.split([p.numel() for p in pieces]), strict=True):
+            cut_grads = torch.split(flat, [p.numel() for p in pieces])
+            for piece, grad in zip(pieces, cut_grads, strict=True):
                 piece.grad = grad.clone()
         whole.step()
         cut.step()
@@ -454,6 +458,9 @@ def _all_bits(model: nn.Module, optimizer: Optimizer) -> object:
 
 def _bits(value: object) -> Any:
     """Return a copy of nested values, with the dtype, shape and bytes of each tensor."""
+    if hasattr(value, "__tensor_flatten__") and not hasattr(value, "_local_tensor"):
+        parts, facts = value.__tensor_flatten__()  # a quantized tensor
+        return [str(facts), *(_bits(getattr(value, name)) for name in parts)]
     if isinstance(value, torch.Tensor):
         flat = value.detach().to("cpu").contiguous().reshape(-1)
         return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()

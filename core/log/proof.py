@@ -103,8 +103,9 @@ def begin_proof(
     for parameter in (p for group in part.param_groups for p in group["params"]):
         if parameter in optimizer.state:
             copied.state[memo[id(parameter)]] = copy.deepcopy(optimizer.state[parameter])
-    for key in (key for key in optimizer.state if isinstance(key, str)):  # not of a parameter
-        copied.state[cast("Any", key)] = copy.deepcopy(optimizer.state[key])
+    state: dict[Any, Any] = optimizer.state
+    shared: dict[Any, Any] = {key: v for key, v in state.items() if isinstance(key, str)}
+    copied.state.update(copy.deepcopy(shared))
     return Proof(frozenset(chosen), copied)
 
 

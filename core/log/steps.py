@@ -341,8 +341,8 @@ def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield each parameter, followed by the tensors of its state; then state of no parameter."""
     for parameter in parameters_of(optimizer):
         yield from _tensors_of_step(optimizer, parameter)
-    shared: Any = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-    yield from _tensors_in(shared)
+    state: dict[Any, Any] = optimizer.state
+    yield from _tensors_in({key: value for key, value in state.items() if isinstance(key, str)})
 
 
 def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -352,13 +352,25 @@ def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if hasattr(value, "untyped_storage"):
-        yield value
+        names = () if hasattr(value, "_local_tensor") else _parts_of(value)
+        if names:
+            yield from _tensors_in([getattr(value, name) for name in names])
+        else:
+            yield value
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             yield from _tensors_in(value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors_in(item)
+
+
+def _parts_of(tensor: Any) -> Sequence[str]:
+    """Return the attributes with the tensors in which a quantized tensor keeps its data."""
+    parts: Sequence[str] = (
+        tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    )
+    return parts
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
