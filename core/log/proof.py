@@ -102,7 +102,10 @@ def begin_proof(
     copied.state = defaultdict(dict)
     for parameter in (p for group in part.param_groups for p in group["params"]):
         if parameter in optimizer.state:
-            copied.state[memo[id(parameter)]] = copy.deepcopy(optimizer.state[parameter])
+            own = optimizer.state[parameter]
+            # Quantized tensors have no `clone`, which `deepcopy` calls.
+            tensors = {id(v): detached(v, {}) for v in own.values() if hasattr(v, "dtype")}
+            copied.state[memo[id(parameter)]] = copy.deepcopy(own, tensors)
     state: dict[Any, Any] = optimizer.state
     shared: dict[Any, Any] = {key: v for key, v in state.items() if isinstance(key, str)}
     copied.state.update(copy.deepcopy(shared))

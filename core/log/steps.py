@@ -273,7 +273,7 @@ def detached(value: Any, memo: Mapping[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return _cloned(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     if type(value) is dict:
@@ -281,6 +281,16 @@ def detached(value: Any, memo: Mapping[int, Any]) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(detached(item, memo) for item in value)
     return value
+
+
+def _cloned(tensor: Any) -> Any:
+    """Return a copy of a tensor; quantized ones may have no `clone`, but parts."""
+    if hasattr(tensor, "_local_tensor") or not (names := _parts_of(tensor)):
+        return tensor.detach().clone()
+    parts = {name: _cloned(getattr(tensor, name)) for name in names}
+    facts = tensor.__tensor_flatten__()[1]
+    kind: Any = type(tensor)
+    return kind.__tensor_unflatten__(parts, facts, tensor.size(), tensor.stride())
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
