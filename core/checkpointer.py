@@ -88,7 +88,7 @@ class Checkpointer:
 
         Args:
             backend: The storage of the checkpoints. The caller closes a `Backend` instance.
-            registry: Finds providers, codecs and backends; default: the installed ones. Call
+            registry: Finds plugins; default: the installed ones. Call
                 `Registry.register` to add others.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`. Background threads report most save events. Its exceptions are

@@ -24,7 +24,7 @@ class ConfigError(PenstockError):
 
 
 class PluginError(PenstockError):
-    """A provider, codec or backend could not be found, loaded or used.
+    """A provider, codec, backend or replayer could not be found, loaded or used.
 
     The message names the plugin's distribution.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MARK = "penstock: "
 _OURS = __name__.split(".", maxsplit=1)[0]
-_GROUPS = ("penstock.providers", "penstock.codecs", "penstock.backends")
+_GROUPS = tuple(f"penstock.{kind}" for kind in ("providers", "codecs", "backends", "replayers"))
 
 
 def is_foreign(instance: object) -> bool:

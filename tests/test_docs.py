@@ -20,7 +20,7 @@ TORCHRUN = re.compile(
     r"^```python\n(.*?)^```\n(<!-- not run here: torchrun)?", re.DOTALL | re.MULTILINE
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(<!-- not run)?", re.DOTALL | re.MULTILINE)
-SUITE = re.compile(r"^ *check_(backend|codec)\(", re.MULTILINE)
+SUITE = re.compile(r"^ *check_(backend|codec|replayer)\(", re.MULTILINE)
 
 
 def blocks(page):
@@ -37,9 +37,9 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent != TRAINERS an
 
 
 def test_the_pages_that_must_run_are_found():
-    assert {"quickstart", "write-a-backend", "write-a-codec", "write-a-provider"} <= {
-        page.stem for page in PAGES
-    }
+    kinds = ("backend", "codec", "provider", "replayer")
+    must = {"quickstart", *(f"write-a-{kind}" for kind in kinds)}
+    assert must <= {page.stem for page in PAGES}
 
 
 DIRECTIVE = re.compile(r"^::: (penstock[\w.]*)$", re.MULTILINE)
@@ -55,10 +55,10 @@ def test_the_reference_for_plugins_has_every_contract_and_suite():
     text = (DOCS / "reference-plugins.md").read_text(encoding="utf-8")
     shown = set(DIRECTIVE.findall(text))
     contracts = [name for name in abc.__all__ if inspect.isabstract(getattr(abc, name))]
-    assert {"Backend", "Codec", "StateProvider"} <= set(contracts)
+    assert {"Backend", "Codec", "Replayer", "StateProvider"} <= set(contracts)
     assert {f"penstock.core.abc.{name}" for name in contracts} - shown == set()
     members = set(re.findall(r"\bcheck_\w+", text))
-    for suite in ("backends", "codecs", "coordination", "providers"):
+    for suite in ("backends", "codecs", "coordination", "providers", "replayers"):
         assert f"penstock.testing.{suite}" in shown
         assert f"check_{suite.removesuffix('s')}" in members
 
@@ -159,7 +159,12 @@ def test_the_quickstart_reruns_after_a_full_or_interrupted_run(tmp_path, monkeyp
 
 # -- the pages for plugin authors, followed to the letter ---------------------------------------
 
-PLUGIN_PAGES = {"write-a-backend": "folder", "write-a-codec": "deflate", "write-a-provider": "mean"}
+PLUGIN_PAGES = {
+    "write-a-backend": "folder",
+    "write-a-codec": "deflate",
+    "write-a-provider": "mean",
+    "write-a-replayer": "slowing",
+}
 TOML = re.compile(r"^```toml\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
@@ -212,6 +217,7 @@ def test_plugins_of_the_pages_are_found_and_valid(site):
         ("provider", "running-mean"),
         ("provider", "window"),
         ("provider", "box"),
+        ("replayer", "slowing"),
     }
     assert {p["state"] for p in ours} == {"ok"}
 

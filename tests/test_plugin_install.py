@@ -26,6 +26,7 @@ EXPECTED = {
     ("backend", "sqlite", "penstock_example_plugin.sqlite_backend:SqliteBackend"),
     ("codec", "lzma", "penstock_example_plugin.lzma_codec:LzmaCodec"),
     ("provider", "array", "penstock_example_plugin.array_provider:ArrayProvider"),
+    ("replayer", "lion", "penstock_example_plugin.lion:LionReplayer"),
 }
 
 
@@ -34,7 +35,7 @@ def test_it_is_installed_not_imported_from_sources(environment):
     assert Path(done.stdout.strip()).is_relative_to(environment.site)
 
 
-def test_plugins_lists_all_three_with_their_distribution(environment):
+def test_plugins_lists_all_four_with_their_distribution(environment):
     plugins = environment.plugins("--check")
     ours = [p for p in plugins if p["distribution"] == "penstock-example-plugin"]
     assert {(p["kind"], p["name"], p["target"]) for p in ours} == EXPECTED
@@ -101,6 +102,7 @@ def test_its_own_tests_pass(environment):
 
 FOREIGN = """
 import penstock_example_plugin.array_provider as array
+import penstock_example_plugin.lion as lion
 import penstock_example_plugin.lzma_codec as lzma
 import penstock_example_plugin.sqlite_backend as sqlite
 
@@ -122,6 +124,14 @@ class Provider(array.ArrayProvider):
 
     def claims(self, kind, /):
         raise AssertionError("a provider for another contract was asked")
+
+
+class Replayer(lion.LionReplayer):
+    api_version = {version}
+    name = "{name}"
+
+    def handles(self, optimizer, /):
+        raise AssertionError("a replayer for another contract was asked")
 """
 
 
@@ -140,7 +150,7 @@ def foreign(environment):
         (info / "entry_points.txt").write_text(
             "".join(
                 f"[penstock.{kind.lower()}s]\n{name} = {name}_plugin:{kind}\n"
-                for kind in ("Backend", "Codec", "Provider")
+                for kind in ("Backend", "Codec", "Provider", "Replayer")
             )
         )
         added += [module, info]
@@ -152,7 +162,7 @@ def foreign(environment):
 def test_plugins_for_another_contract_are_listed_with_the_reason(environment, foreign):
     plugins = environment.plugins("--check", check=False)
     failed = {(p["kind"], p["name"]): p["error"] for p in plugins if p["state"] == "failed"}
-    kinds = ("backend", "codec", "provider")
+    kinds = ("backend", "codec", "provider", "replayer")
     assert set(failed) == {(kind, name) for kind in kinds for name in foreign}
     for (kind, name), error in failed.items():
         assert f"{kind} {name!r} of {name}-plugin 0.1 cannot be used" in error

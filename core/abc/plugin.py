@@ -1,4 +1,4 @@
-"""The API version, options and sizes that all three contracts share.
+"""The API version, options and sizes that all contracts of plugins share.
 
 Tested in `tests/core/config/test_model.py`.
 """

@@ -31,9 +31,9 @@ class Unit(Enum):
 class Replayer(ABC):
     """Takes the steps of one kind of optimizer again.
 
-    The log holds the gradients that a step has used, and the options of the groups. The default
-    methods suit an optimizer that depends on nothing else. Called on the training thread; has no
-    state.
+    The log holds the gradients that a step has used, and the options that the groups have after it.
+    The default methods suit an optimizer that depends on nothing else. A replayer has no state:
+    `step` and `engine` are also called on the log thread.
 
     Attributes:
         name: The name of the entry point.
@@ -64,9 +64,17 @@ class Replayer(ABC):
         return Unit.OPTIMIZER
 
     def engine(self, optimizer: Any, /) -> Mapping[str, Any]:
-        """Return facts, as plain JSON, that change the bits of a step.
+        """Return facts, as plain JSON, that change the bits of a step, such as a package's version.
 
         Class, torch version, devices and CPU instructions are known already.
+        """
+        del optimizer
+        return {}
+
+    def capture_before(self, optimizer: Any, /) -> Mapping[str, Any]:
+        """Return what else a step depends on that it changes: a count, a state of random numbers.
+
+        Called before each step, and before the optimizer's own hooks; else as `capture`.
         """
         del optimizer
         return {}
@@ -83,8 +91,9 @@ class Replayer(ABC):
         """Take a step again: the gradients and the options of the groups are set.
 
         Args:
-            optimizer: The optimizer, whose hooks are off.
-            captured: What `capture` returned after the step.
+            optimizer: The optimizer, whose hooks are off. It may be a copy with fewer parameters.
+            captured: What `capture_before` and `capture` returned; after a restore, tensors are on
+                the CPU.
         """
         del captured
         optimizer.step()

@@ -66,7 +66,7 @@ TASKS = {
         "bench": ("commands.bench", "Measure a store, and find its limit."),
     },
     "Set up": {
-        "plugins": ("commands.plugins", "List providers, codecs and backends."),
+        "plugins": ("commands.plugins", "List providers, codecs, backends and replayers."),
         "advise": ("commands.advise", "Compute how often a run should save."),
         "tune": ("commands.bench", "Write the configuration that is best here."),
         "schema": ("commands.plugins", "Print the schema of configurations."),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Unit
 from penstock.core.log.replayed import digest_of, step_again
-from penstock.core.log.steps import NotLoggedError, local_of, with_groups
+from penstock.core.log.steps import NotLoggedError, detached, local_of, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -98,11 +98,17 @@ def begin_proof(
         {**group, "params": [_copied(p, memo) for p in group["params"]]}
         for group in part.param_groups
     ]
-    copied = with_groups(optimizer, groups, attributes)
+    copied = with_groups(optimizer, groups, detached(attributes, memo))
     copied.state = defaultdict(dict)
     for parameter in (p for group in part.param_groups for p in group["params"]):
         if parameter in optimizer.state:
-            copied.state[memo[id(parameter)]] = copy.deepcopy(optimizer.state[parameter])
+            own = optimizer.state[parameter]
+            # Quantized tensors have no `clone`, which `deepcopy` calls.
+            tensors = {id(v): detached(v, {}) for v in own.values() if hasattr(v, "dtype")}
+            copied.state[memo[id(parameter)]] = copy.deepcopy(own, tensors)
+    state: dict[Any, Any] = optimizer.state
+    shared: dict[Any, Any] = {key: v for key, v in state.items() if isinstance(key, str)}
+    copied.state.update(copy.deepcopy(shared))
     return Proof(frozenset(chosen), copied)
 
 

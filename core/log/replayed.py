@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
-from penstock.core.log.steps import NotLoggedError, local_of, tensors_of, version_of
+from penstock.core.foreign import said
+from penstock.core.log.steps import (
+    NotLoggedError,
+    copied_options,
+    local_of,
+    tensors_of,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -185,17 +192,17 @@ def step_again(
         for parameter, _ in kept:
             parameter.grad = None
         for group, rows, options in zip(groups, placed, stored["options"], strict=True):
-            group.update(options)
+            group.update(copied_options(options))
             for parameter, row in rows:
                 grad = None if row is None else _grad(parameter, row, left)
                 if parameter is not None:
                     parameter.grad = grad
         with _without_hooks(optimizer):
-            replayer.step(optimizer, stored["captured"])
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        msg = f"{stored['optimizer']} cannot take a logged step again: {why}"
-        raise NotLoggedError(msg) from error
+            try:
+                replayer.step(optimizer, stored["captured"])
+            except Exception as error:
+                msg = f"the step of {stored['optimizer']} failed: {said(error)}"
+                raise NotLoggedError(msg) from error
     finally:
         for group, old in zip(groups, before, strict=True):
             group.update(old)

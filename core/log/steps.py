@@ -9,11 +9,13 @@ Tested in `tests/integration/log/test_ends.py`.
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, ref
 
 from penstock.core.errors import PenstockError
+from penstock.core.foreign import said
 from penstock.core.save.fence import address_of
 from penstock.core.save.hooks import after_steps, before_steps
 
@@ -47,7 +49,7 @@ class LoggedStep:
         key: The id of the optimizer.
         optimizer: The optimizer.
         replayer: Takes its steps again.
-        captured: What the replayer needs besides gradients and options.
+        captured: What the replayer captured before and after the step.
         grads: The gradient of each parameter of each group; None: it had none.
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
@@ -109,8 +111,12 @@ class StepWatch:
     # What `_marks` returned after the last step of each optimizer of the state, by id.
     _after: dict[int, tuple[Callable[[], Optimizer | None], Marks]] = field(default_factory=dict)
     _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
-    _attributes: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # at the start
+    # Of each optimizer at the start: a process that replays has no later ones.
+    _attributes: dict[int, tuple[Callable[[], Optimizer | None], Mapping[str, Any]]] = field(
+        default_factory=dict
+    )
     _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
+    _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # captured before them
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
@@ -118,7 +124,8 @@ class StepWatch:
         self._after = {}
         for optimizer in optimizers:
             self._mark(optimizer)
-            self._attributes.setdefault(id(optimizer), dict(vars(optimizer)))
+            if self._attributes.get(id(optimizer), (lambda: None, {}))[0]() is not optimizer:
+                self._attributes[id(optimizer)] = ref(optimizer), attributes_of(optimizer)
         before_steps(_before_step)
         after_steps(_after_step)
         _watches.add(self)
@@ -153,12 +160,15 @@ class StepWatch:
     def before(self, optimizer: Optimizer) -> None:
         """Compare an optimizer with what it was after its last step; prove its first steps."""
         self._compare(optimizer)
-        key = id(optimizer)
-        if self.keeps and not self.trouble and self._knows(optimizer) and self._left[key]:
+        if self.trouble or not self._knows(optimizer):
+            return
+        replayer, key = self.find(optimizer), id(optimizer)
+        if replayer is None:
+            return
+        self._begun[key] = replayer.capture_before(optimizer)
+        if self.keeps and self._left[key]:
             self._left[key] -= 1
-            replayer = self.find(optimizer)
-            if replayer is not None:
-                self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key])
+            self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
 
     def _compare(self, optimizer: Optimizer) -> None:
         if self.trouble:  # for those who never log: it costs nothing from their second step on
@@ -181,7 +191,8 @@ class StepWatch:
         grads: list[list[Any]] = [
             [p.grad for p in group["params"]] for group in optimizer.param_groups
         ]
-        captured, options = replayer.capture(optimizer), options_of(optimizer)
+        options = options_of(optimizer)
+        captured = {**self._begun.pop(id(optimizer), {}), **replayer.capture(optimizer)}
         step = LoggedStep(id(optimizer), optimizer, replayer, captured, grads, (), options)
         if any(grad.is_sparse for grad in step.tensors()):
             self.trouble = "a gradient is sparse"
@@ -195,6 +206,15 @@ class StepWatch:
             step.proof = proof
         self.steps.append(step)
         self._mark(optimizer)
+
+    @contextmanager
+    def noting_failures(self, optimizer: Optimizer) -> Iterator[None]:
+        """End the log if a replayer fails, not the training."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - recorded: training continues
+            self.trouble = f"the replayer of {type(optimizer).__name__} failed: {said(error)}"
+            self.steps = []
 
     def _knows(self, optimizer: Optimizer) -> bool:
         known = self._after.get(id(optimizer))
@@ -220,7 +240,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     Copies, since a scheduler changes a tensor in place before the log has stored it.
     """
     return [
-        {key: _copied(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        copied_options({k: v for k, v in group.items() if k not in _NO_OPTIONS})
         for group in optimizer.param_groups
     ]
 
@@ -238,8 +258,12 @@ def with_groups(
     return cast("Optimizer", made)
 
 
+def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with copies of tensors, which schedulers and steps change in place."""
+    return {key: _copied(value) for key, value in options.items()}
+
+
 def _copied(value: Any) -> Any:
-    """Return a copy of the tensors and containers of an option."""
     if hasattr(value, "untyped_storage"):
         return value.detach().clone()
     if type(value) in {list, tuple}:
@@ -264,6 +288,45 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def detached(value: Any, memo: Mapping[int, Any]) -> Any:
+    """Return a copy of what a step may change in place: a proof runs beside the training.
+
+    Args:
+        value: An attribute of an optimizer.
+        memo: What to return for an object, by its id.
+    """
+    import torch  # noqa: PLC0415 - torch is loaded only to log
+
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.Tensor):
+        return _cloned(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) is dict:
+        return {key: detached(item, memo) for key, item in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(detached(item, memo) for item in value)
+    return value
+
+
+def _cloned(tensor: Any) -> Any:
+    """Return a copy of a tensor; quantized ones may have no `clone`, but parts."""
+    if hasattr(tensor, "_local_tensor") or not (names := _parts_of(tensor)):
+        return tensor.detach().clone()
+    parts = {name: _cloned(getattr(tensor, name)) for name in names}
+    facts = tensor.__tensor_flatten__()[1]
+    kind: Any = type(tensor)
+    return kind.__tensor_unflatten__(parts, facts, tensor.size(), tensor.stride())
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return copies of an optimizer's attributes, without its groups and state."""
+    own = {key: v for key, v in vars(optimizer).items() if key not in {"state", "param_groups"}}
+    copies: dict[str, Any] = detached(own, {id(p): p for p in parameters_of(optimizer)})
+    return copies
 
 
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
@@ -321,23 +384,48 @@ def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
 
 
 def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, followed by the tensors of its state."""
+    """Yield each parameter, followed by the tensors of its state; then state of no parameter."""
     for parameter in parameters_of(optimizer):
         yield from _tensors_of_step(optimizer, parameter)
+    state: dict[Any, Any] = optimizer.state
+    yield from _tensors_in({key: value for key, value in state.items() if isinstance(key, str)})
 
 
 def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     yield parameter
-    for _, item in sorted(optimizer.state.get(parameter, {}).items()):
-        if hasattr(item, "untyped_storage"):
-            yield item
+    yield from _tensors_in(optimizer.state.get(parameter, {}))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if hasattr(value, "untyped_storage"):
+        names = () if hasattr(value, "_local_tensor") else _parts_of(value)
+        if names:
+            yield from _tensors_in([getattr(value, name) for name in names])
+        else:
+            yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _tensors_in(value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _parts_of(tensor: Any) -> Sequence[str]:
+    """Return the attributes with the tensors in which a quantized tensor keeps its data."""
+    parts: Sequence[str] = (
+        tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    )
+    return parts
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
-        watch.before(optimizer)
+        with watch.noting_failures(optimizer):
+            watch.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
-        watch.after(optimizer)
+        with watch.noting_failures(optimizer):
+            watch.after(optimizer)

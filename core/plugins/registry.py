@@ -279,14 +279,14 @@ class Registry:
     def replayer(self, optimizer: object, /) -> Replayer | None:
         """Return the replayer that handles an optimizer, a third party's first; None if none does.
 
-        Leaves out broken ones, as `providers`.
+        Leaves out a third party's broken one, with one warning.
         """
         with self._lock:
             if self._replayers is None:
                 found = self._all("replayer")
                 ours = {name for name in found if is_ours(self._only("replayer", name))}
                 self._replayers = [found[name][0] for name in sorted(found, key=ours.__contains__)]
-        return next((r for r in self._replayers if r.handles(optimizer)), None)
+            return next((r for r in [*self._replayers] if self._handles(r, optimizer)), None)
 
     def names(self, kind: PluginKind, /) -> list[str]:
         """Return the sorted entry-point names of one kind, without loading plugins."""
@@ -332,6 +332,20 @@ class Registry:
             else:
                 found[name] = (plugin, distribution(entry))
         return found
+
+    def _handles(self, replayer: Replayer, optimizer: object) -> bool:
+        try:
+            return replayer.handles(optimizer)
+        except Exception as error:
+            if not is_foreign(replayer):
+                raise
+            whence = label("replayer", self._only("replayer", replayer.name))
+            failure = f"{type(error).__name__}: {error}"
+            kind = type(optimizer).__qualname__
+            logger.warning("%s failed on %s; continuing without it: %s", whence, kind, failure)
+            assert self._replayers is not None
+            self._replayers.remove(replayer)  # a third party's defect must not stop training
+            return False
 
     def _class(self, kind: PluginKind, name: str) -> type:
         with self._lock:

@@ -45,7 +45,7 @@ def plugins(
     ] = False,
     as_json: Json = False,
 ) -> bool:
-    """List the installed providers, codecs and backends, and why any cannot be used."""
+    """List the installed providers, codecs, backends and replayers, and why any cannot be used."""
     found = default_registry().listing(load=check)
     if as_json:
         print_json({"plugins": [asdict(info) for info in found]})

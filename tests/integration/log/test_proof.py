@@ -8,6 +8,7 @@ from torch import nn, optim
 import penstock
 from penstock.core.abc import API_VERSION, Replayer, Unit
 from penstock.core.log import proof
+from penstock.core.log.steps import attributes_of
 from penstock.core.plugins.registry import Registry
 
 
@@ -46,11 +47,11 @@ class Careful(Credulous):
     def unit(self, optimizer):
         return Unit.ELEMENT
 
-    def capture(self, optimizer):
+    def capture_before(self, optimizer):
         return {"taken": optimizer.taken}
 
     def step(self, optimizer, captured):
-        optimizer.taken = captured["taken"] - 1
+        optimizer.taken = captured["taken"]
         optimizer.step()
 
 
@@ -92,6 +93,65 @@ def test_replayer_that_captures_it_replays_to_the_same_bits(tmp_path):
     with penstock.Checkpointer(tmp_path, registry=registry) as ckpt:
         assert ckpt.restore(state).replayed_steps == 1
     assert torch.equal(model.weight, weight)
+
+
+def test_proof_shares_nothing_that_a_step_may_change():
+    model = nn.Linear(8, 3)
+    optimizer = Drifting(model.parameters())
+    optimizer.taken = torch.ones(())
+    optimizer.own = {"parameters": [*model.parameters()], "counts": [1]}
+    optimizer.generator = torch.Generator()
+    state = optimizer.generator.get_state()
+    copied = proof.begin_proof(optimizer, Careful(), attributes_of(optimizer)).copied
+    copied.taken += 1
+    copied.own["counts"].append(2)
+    torch.rand(1, generator=copied.generator)
+    with torch.no_grad():
+        copied.own["parameters"][0].zero_()
+    assert optimizer.taken == 1
+    assert optimizer.own["counts"] == [1]
+    assert torch.equal(optimizer.generator.get_state(), state)
+    assert model.weight.any()
+    assert not copied.param_groups[0]["params"][0].any()
+
+
+class Brittle(Careful):
+    """Fails once a run is restored."""
+
+    name = "careful"
+    api_version = API_VERSION
+
+    def step(self, optimizer, captured):
+        raise KeyError("taken")
+
+
+def test_replayer_that_fails_leaves_the_checkpoint(tmp_path, caplog):
+    train(tmp_path, Careful)
+    registry = Registry()
+    registry.register(Brittle)
+    model = nn.Linear(8, 3)
+    state = {"model": model, "optimizer": Drifting(model.parameters()), "rng": penstock.Rng()}
+    with penstock.Checkpointer(tmp_path, registry=registry) as ckpt:
+        assert ckpt.restore(state).step == 5
+    assert "so step 5 is restored: the step of optimizer failed: KeyError: 'taken'" in caplog.text
+
+
+class Silent(Careful):
+    """Fails in the hook of the second step."""
+
+    name = "silent"
+    api_version = API_VERSION
+
+    def capture(self, optimizer):
+        if optimizer.taken == 12:
+            raise OSError("no sensor")
+        return {}
+
+
+def test_replayer_that_fails_in_training_ends_the_log_only(tmp_path, caplog):
+    plain = train(tmp_path / "careful", Careful)[2]
+    assert torch.equal(train(tmp_path / "silent", Silent)[2], plain)
+    assert "after step 0: the replayer of Drifting failed: OSError: no sensor" in caplog.text
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -1,1 +1,1 @@
-"""A backend, a codec and a provider for Penstock, as a third party would ship them."""
+"""A backend, a codec, a provider and a replayer for Penstock, as a third party would ship them."""
