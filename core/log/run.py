@@ -19,9 +19,10 @@ from penstock.core.errors import (
     RestoreError,
 )
 from penstock.core.format.segment import log_prefix
+from penstock.core.log.inventory import base_of, noting
 from penstock.core.log.recorder import Recorder
 from penstock.core.log.replay import LogReplay
-from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.log.segments import StoredLog, last_step, logs_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
 from penstock.core.types import valid_step
@@ -103,9 +104,8 @@ class RunLog:
         newest = self._catalog.latest()
         if newest is None or not self.may_log():
             return newest
-        logs = self._logs_after(newest)
-        logged = [log.latest() for log in logs]
-        return newest if None in logged else min((s for s in logged if s), default=newest)
+        logged = last_step(self._logs_after(newest))
+        return newest if logged is None else logged
 
     def forget(self, step: int) -> None:
         """Delete the log after `step`, from which training continues."""
@@ -159,16 +159,12 @@ class RunLog:
     @contextlib.contextmanager
     def noting(self, step: int | str) -> Iterator[None]:
         """Add a note to the error for a step that is logged, but not saved."""
-        try:
-            yield
-        except CheckpointNotFoundError as error:
-            base = self._base_of(step)
-            if base is not None:
-                error.add_note(
-                    f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
-                    f"a template, save it then; step {base} is saved."
-                )
-            raise
+        with noting(self._backend, self._catalog, step if self.may_log() else None):
+            try:
+                yield
+            except CheckpointNotFoundError:
+                self.recorder.flush()
+                raise
 
     def _restore_base(
         self, step: int | str, restore: Callable[[int | str], RestoreReport]
@@ -244,11 +240,8 @@ class RunLog:
         """Return the saved step whose log has `step`; None if there is none."""
         if not isinstance(step, int) or not self.may_log():
             return None
-        base = max((s for s in self._catalog.steps() if s < step), default=None)
-        if base is None:
-            return None
-        logs = self._logs_after(base)
-        return base if logs and all(step in log.steps for log in logs) else None
+        self.recorder.flush()
+        return base_of(self._backend, self._catalog, step)
 
     def _logs_after(self, step: int) -> Sequence[StoredLog]:
         self.recorder.flush()

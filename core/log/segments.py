@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
+    from penstock.core.types import BlobInfo
 
 log = logging.getLogger("penstock")
 
@@ -76,23 +77,51 @@ class StoredEntry:
         return is_whole(pieces, self.header)
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stored segment.
+
+    Attributes:
+        info: Its name and size.
+        entries: Its entries up to the first header that is not whole.
+    """
+
+    info: BlobInfo
+    entries: Sequence[StoredEntry]
+
+    @property
+    def end(self) -> int:
+        """Where the entries end."""
+        if not self.entries:
+            return 0
+        last = self.entries[-1]
+        return last.offset + last.header.stored_bytes
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are bytes after the last entry."""
+        return self.end < self.info.size_bytes
+
+
 class StoredLog:
     """The log of one rank since one checkpoint.
 
     Attributes:
         entries: The entries that continue the checkpoint without a gap, oldest first. Their headers
             are whole; `whole` compares their payloads.
-        segments: The number of segments.
+        segments: All segments, in the order of their numbers.
     """
 
     def __init__(self, backend: Backend, base: str, rank: int) -> None:
         """Read the headers of all entries since the checkpoint with the uid `base`."""
         self._backend = backend
         self.entries: list[StoredEntry] = []
-        names = backend.list(log_prefix(base, rank))
-        self.segments = len(names)
-        for info in names:
-            self._join([*_entries(backend, info.name, info.size_bytes, base, rank)])
+        self.segments = [
+            Segment(info, [*_entries(backend, info.name, info.size_bytes, base, rank)])
+            for info in backend.list(log_prefix(base, rank))
+        ]
+        for segment in self.segments:
+            self._join(segment.entries)
 
     def _join(self, found: Sequence[StoredEntry]) -> None:
         """Continue with a segment, which may begin before entries that its writer did not use."""
@@ -134,6 +163,13 @@ def logs_of(backend: Backend, base: str) -> list[StoredLog]:
         return []
     others = range(1, first.entries[0].header.world_size)
     return [first, *(StoredLog(backend, base, rank) for rank in others)]
+
+
+def last_step(logs: Sequence[StoredLog]) -> int | None:
+    """Return the last step that all these logs have whole; None if one has none."""
+    latest = [log.latest() for log in logs]
+    known = [step for step in latest if step is not None]
+    return min(known) if known and len(known) == len(latest) else None
 
 
 def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> Iterator[StoredEntry]:
