@@ -537,6 +537,8 @@ class Checkpointer:
     ) -> VerifyReport:
         """Read a checkpoint and compare all checksums; reports all damage, not only the first.
 
+        That includes the checkpoint's log. `open(step).verify()` leaves the log out.
+
         Args:
             step: A step, or `"latest"`.
             deep: Read and decode every frame; else only the manifest and the blobs' sizes.
@@ -553,7 +555,10 @@ class Checkpointer:
         if repair and not self._ranks.leads():
             msg = "verify(repair=True) is for rank 0 alone: only one rank repairs"
             raise ConfigError(msg)
-        report = self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
+        with self._log.noting(step):
+            report = self._reader.verify(
+                step, deep=deep, repair=repair, on_progress=on_progress, more=self._log.verified
+            )
         if not report.ok:
             self._saver.distrust()
         return report

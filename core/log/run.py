@@ -25,6 +25,7 @@ from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, last_step, logs_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
+from penstock.core.log.verification import with_log
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.ranks.group import RanksOfJob
     from penstock.core.reader import Reader
-    from penstock.core.reporting.reports import RestoreReport
+    from penstock.core.reporting.reports import RestoreReport, VerifyReport
+    from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.save.job import SaveJob
 
 log = logging.getLogger("penstock")
@@ -112,6 +114,11 @@ class RunLog:
         if self.may_log():
             with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
                 self.recorder.forget(self._catalog.record(step).uid)
+
+    def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
+        """Add the log of a checkpoint to its report."""
+        self.recorder.flush()  # else its end would look torn
+        return with_log(checkpoint, report)
 
     def restore(
         self,

@@ -110,6 +110,7 @@ class StoredLog:
         entries: The entries that continue the checkpoint without a gap, oldest first. Their headers
             are whole; `whole` compares their payloads.
         segments: All segments, in the order of their numbers.
+        strays: Segments that continue none of the entries before them.
     """
 
     def __init__(self, backend: Backend, base: str, rank: int) -> None:
@@ -120,16 +121,17 @@ class StoredLog:
             Segment(info, [*_entries(backend, info.name, info.size_bytes, base, rank)])
             for info in backend.list(log_prefix(base, rank))
         ]
-        for segment in self.segments:
-            self._join(segment.entries)
+        self.strays = [segment for segment in self.segments if not self._join(segment.entries)]
 
-    def _join(self, found: Sequence[StoredEntry]) -> None:
+    def _join(self, found: Sequence[StoredEntry]) -> bool:
         """Continue with a segment, which may begin before entries that its writer did not use."""
         if not found:
-            return
+            return True
         ends = [FIRST, *(entry.header.digest for entry in self.entries)]
-        if found[0].header.previous in ends:
-            self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
+        if found[0].header.previous not in ends:
+            return False
+        self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
+        return True
 
     def whole(self, *, up_to: int | None = None) -> list[StoredEntry]:
         """Return the entries before the first damaged one, up to a step; reads all of them."""

@@ -349,6 +349,9 @@ class VerifyReport(HtmlTable):
         lossy: The lossy codecs of the objects. The save rounded values with these; whole means that
             they still decode to the rounded values.
         links: The other saves with damaged blobs: links of the checkpoint's chain.
+        logged_entries: The number of entries of the checkpoint's log.
+        torn_logs: The ends of segments that have no whole entry, which is no damage: one was being
+            written, now or when its process was killed.
     """
 
     step: int
@@ -364,6 +367,8 @@ class VerifyReport(HtmlTable):
     not_decoded: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
     links: tuple[LendingSave, ...] = ()
+    logged_entries: int = 0
+    torn_logs: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the main figures in one short line; `damaged` lists all damage."""

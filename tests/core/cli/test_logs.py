@@ -8,7 +8,7 @@ import torch
 from tests.integration.log.test_ranks import LAST, flip, save_and_log
 
 import penstock
-from penstock.core.log.segments import StoredLog
+from penstock.core.log.segments import SegmentWriter, StoredLog
 from penstock.core.storage.open import open_backend
 
 BASE, END = 3, 8
@@ -120,3 +120,100 @@ def test_show_of_a_logged_step_says_what_to_do(call, logged):
     assert done.code == 1
     assert "  Step 5 is logged: restore(state, 5) replays it." in done.err
     assert "is logged" not in call("show", logged, "--step", 9).err
+
+
+def test_verify_reads_every_entry(call, logged):
+    done = call("verify", logged)
+    assert (done.code, done.err) == (0, "")
+    assert " objects and 5 entries of its log, " in done.out
+    assert "torn" not in done.out
+    with penstock.Checkpointer(logged) as ckpt:
+        report = ckpt.verify()
+        whole = sum(path.stat().st_size for path in segments(logged))
+        assert (report.ok, report.logged_entries) == (True, 5)
+        assert report.bytes_read > whole * 0.9
+        assert ckpt.verify(deep=False).logged_entries == 5
+        assert ckpt.verify(deep=False).bytes_read < 9000
+
+
+def test_verify_reports_a_damaged_entry_with_step_segment_and_offset(call, logged):
+    (path,) = segments(logged)
+    entry = entries(logged)[2]
+    flip(path, entry.offset + 2000)
+    done = call("verify", logged)
+    assert done.code == 1
+    assert f"the entry of step 6 at byte {entry.offset} is damaged" in done.out
+    assert "a restore ends before that step" in done.out
+    (damage,) = call("verify", logged, "--json").json["reports"][0]["damaged"]
+    assert damage["what"].endswith("/log/00000-00000000.log")
+    assert restored(logged)[0] == 5
+    with penstock.Checkpointer(logged) as ckpt:
+        assert not ckpt.verify().ok
+        assert ckpt.verify(0).ok
+
+
+def test_verify_reports_a_damaged_header_in_the_middle(call, logged):
+    (path,) = segments(logged)
+    entry = entries(logged)[2]
+    flip(path, entry.offset + 20)
+    done = call("verify", logged, "--quick")
+    assert done.code == 1
+    assert f"the entry at byte {entry.offset} is damaged: a restore ends at step 5" in done.out
+    assert restored(logged)[0] == 5
+
+
+def test_verify_reports_a_missing_segment(call, logged):
+    (path,) = segments(logged)
+    data, entry = path.read_bytes(), entries(logged)[2]
+    path.write_bytes(data[: entry.offset])
+    rest = path.with_name("00000-00000001.log")
+    rest.write_bytes(data[entry.offset :])
+    assert call("verify", logged).code == 0
+    rest.rename(path)
+    done = call("verify", logged)
+    assert done.code == 1
+    assert "continues an entry that is missing" in done.out
+
+
+@pytest.mark.parametrize("cut", ["payload", "header", "flip"])
+def test_torn_end_is_no_damage(call, logged, cut):
+    (path,) = segments(logged)
+    last = entries(logged)[-1]
+    if cut == "flip":
+        flip(path, last.offset + 2000)
+    else:
+        path.write_bytes(path.read_bytes()[: last.offset + (5000 if cut == "payload" else 50)])
+    done = call("verify", logged)
+    assert done.code == 0
+    assert "the log of step 3 ends in a torn write, which is no damage: data/" in done.out
+    assert f"at byte {last.offset}; a restore leaves it out" in done.out
+    assert restored(logged)[0] == 7
+
+
+def test_entries_that_a_later_run_has_replaced_do_not_count(call, logged):
+    (path,) = segments(logged)
+    flip(path, entries(logged)[2].offset + 2000)
+    assert restored(logged)[0] == 5
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = {"model": model, "optimizer": optimizer}
+    with penstock.Checkpointer(logged) as ckpt:
+        assert ckpt.resume(state) == 6
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+        assert ckpt.log(state, 6)
+    done = call("verify", logged)
+    assert (done.code, " and 3 entries of its log" in done.out) == (0, True)
+
+
+def test_verify_decodes_entries_whose_bytes_are_as_written(call, logged):
+    backend = open_backend(logged)
+    uid, last = uid_of(logged), entries(logged)[-1]
+    writer = SegmentWriter(backend, uid, 0, 1, previous=last.header.digest)
+    writer.append(9, {"commits/00000009-0.json": b"nonsense"}, sync_every=1)
+    writer.append(10, {"commits/00000010-0.json": b"nonsense"}, sync_every=1)
+    writer.close()
+    done = call("verify", logged)
+    assert done.code == 1
+    assert "the entry of step 9 at byte 0 is damaged" in done.out
+    assert call("verify", logged, "--quick").code == 0
