@@ -666,8 +666,9 @@ class Checkpointer:
         every step whole. With tiers the compacted checkpoints are in the last tier.
 
         Args:
-            steps: The steps; steps that borrow nothing are skipped. By default the steps that keep
-                blobs of deleted checkpoints in use, and the steps that borrow from these.
+            steps: The steps; steps that borrow nothing are skipped, and the one whose log several
+                ranks are writing. By default the steps that keep blobs of deleted checkpoints in
+                use, and the steps that borrow from these.
             everything: Without `steps`, compact every checkpoint that borrows.
             dry_run: Report the bytes that would be freed or used, and change nothing.
             on_progress: As for `save`; for one checkpoint after the other.
@@ -692,13 +693,21 @@ class Checkpointer:
             registry=self._registry,
             workers=self._workers,
             loader=self._reader.loader,
+            carry=self._log.carry,
         )
-        chosen = compactor.choose(chosen_steps, everything=everything)
+        chosen = [
+            record
+            for record in compactor.choose(chosen_steps, everything=everything)
+            if not self._log.others_log_to(record.uid)
+        ]
         if dry_run:
             return compactor.plan(chosen)
         before = compactor.needed_bytes()
-        reports = tuple(compactor.compact(record, on_progress) for record in chosen)
-        return CompactReport(reports, before, compactor.needed_bytes())
+        reports = []
+        for record in chosen:
+            reports.append(compactor.compact(record, on_progress))
+            self._log.recorder.move(record.uid, reports[-1].uid)
+        return CompactReport(tuple(reports), before, compactor.needed_bytes())
 
     def close(self) -> None:
         """Wait for the pending save, then release all resources. Idempotent.

@@ -96,6 +96,7 @@ class Compactor:
         registry: Registry,
         workers: Workers,
         loader: Loader,
+        carry: Callable[[str, str], object],
     ) -> None:
         """Prepare to compact checkpoints of a run.
 
@@ -106,7 +107,10 @@ class Compactor:
             registry: Finds codecs.
             workers: The threads that encode and hash.
             loader: Reads the checkpoints.
+            carry: Copies the log of a checkpoint's uid to the uid of its compaction, which is about
+                to be committed.
         """
+        self._carry = carry
         self._backend = backend
         self._catalog = catalog
         self._config = config
@@ -202,7 +206,7 @@ class Compactor:
             ),
             # Never a higher generation: it would hide an overwrite that came meanwhile.
             generation=compacted_generation(record.generation),
-            surroundings=_Compaction(self._catalog, record, self._housekeeper),
+            surroundings=_Compaction(self._catalog, record, self._housekeeper, self._carry),
             registry=self._registry,
             workers=self._workers,
             on_progress=on_progress,
@@ -271,7 +275,14 @@ class Compactor:
 class _Compaction(SaveSurroundings):
     """Deletes leftovers of killed compactions; commits only if the step has not changed."""
 
-    def __init__(self, catalog: Catalog, record: CommitRecord, housekeeper: Housekeeper) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        record: CommitRecord,
+        housekeeper: Housekeeper,
+        carry: Callable[[str, str], object],
+    ) -> None:
+        self._carry = carry
         self._catalog = catalog
         self._record = record
         self._housekeeper = housekeeper
@@ -288,9 +299,10 @@ class _Compaction(SaveSurroundings):
         return self._housekeeper.when_full(error, uid, protect=())
 
     def before_commit(self, request: SaveRequest, uid: str) -> None:
-        """Check that the newest generation of the step is the one being compacted."""
-        del request, uid
+        """Copy the log, and check that the step's newest generation is the one being compacted."""
+        del request
         record = self._record
+        self._carry(record.uid, uid)
         try:
             if self._catalog.record(record.step).uid == record.uid:
                 return

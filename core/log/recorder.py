@@ -16,7 +16,7 @@ from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, log_prefix
 from penstock.core.log.replayed import digest_of, stored_step
-from penstock.core.log.segments import SegmentWriter
+from penstock.core.log.segments import SegmentWriter, StoredLog
 from penstock.core.log.steps import (
     LoggedStep,
     NotLoggedError,
@@ -213,6 +213,25 @@ class Recorder:
         """Delete the log since the checkpoint `uid`, from which training continues."""
         self.pause("training was rewound: restore first")
         self._backend.delete([info.name for info in self._backend.list(log_prefix(uid))])
+
+    def logs_to(self, uid: str) -> bool:
+        """Return whether steps are logged since the checkpoint `uid`."""
+        return any(log.uid == uid for log in self._logs)
+
+    def seal(self, uid: str) -> None:
+        """Make the log since the checkpoint `uid` whole; later entries begin a segment."""
+        self.flush()
+        for old in self._logs:
+            if old.uid == uid:
+                old.writer.close()
+
+    def move(self, uid: str, new: str) -> None:
+        """Continue the log since `uid` as that of `new`, its compaction, which has its entries."""
+        for old in self._logs:
+            if old.uid == uid:
+                entries = StoredLog(self._backend, new, self.place[0]).entries
+                digest = entries[-1].header.digest if entries else FIRST
+                old.uid, old.writer = new, self._writer(new, digest)
 
     def close(self) -> None:
         """Wait until all entries are durable."""

@@ -25,6 +25,7 @@ from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, last_step, logs_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
+from penstock.core.log.transfer import copy_log
 from penstock.core.log.verification import with_log
 from penstock.core.types import valid_step
 
@@ -114,6 +115,17 @@ class RunLog:
         if self.may_log():
             with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
                 self.recorder.forget(self._catalog.record(step).uid)
+
+    def carry(self, uid: str, new: str) -> None:
+        """Copy the log of a checkpoint to its compaction, which is about to be committed."""
+        self.recorder.seal(uid)
+        copied = copy_log(self._backend, uid, self._backend, new)
+        if copied.left_out:
+            log.warning("the log of a compacted checkpoint is cut: %s", copied.left_out)
+
+    def others_log_to(self, uid: str) -> bool:
+        """Return whether other ranks log to this checkpoint: its uid must not change."""
+        return self.recorder.logs_to(uid) and self.recorder.place[1] > 1
 
     def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
         """Add the log of a checkpoint to its report."""

@@ -18,13 +18,14 @@ from penstock.core.format.segment import (
     encode_entry,
     is_whole,
     log_prefix,
+    moved_header,
     segment_name,
 )
 from penstock.core.log.archive import EntryBackend
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
@@ -67,14 +68,17 @@ class StoredEntry:
 
     def is_whole(self, backend: Backend) -> bool:
         """Read the whole entry; return whether its bytes are those that were written."""
+        return is_whole(self.pieces(backend), self.header)
+
+    def pieces(self, backend: Backend) -> Iterator[memoryview]:
+        """Yield the payload: with the header before it, all pieces but the last fill pages."""
         start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        pieces: list[bytes | memoryview] = []
+        limit = _PIECE_BYTES - HEADER_BYTES
         while left:
-            data = bytearray(min(left, _PIECE_BYTES))
-            backend.read([ReadRequest(self.segment, start, memoryview(data))])
-            pieces.append(memoryview(data))
-            start, left = start + len(data), left - len(data)
-        return is_whole(pieces, self.header)
+            data = memoryview(bytearray(min(left, limit)))
+            backend.read([ReadRequest(self.segment, start, data)])
+            yield data
+            start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,8 @@ class SegmentWriter:
         self._base = base
         self._rank = rank
         self._world_size = world_size
-        self._previous = previous
+        self.previous = previous
+        """The digest of the last entry."""
         self._writer: BlobWriter | None = None
         self._end = 0
         self._unsynced = 0
@@ -233,17 +238,53 @@ class SegmentWriter:
             return 0
         header, buffers = encode_entry(
             files, base=self._base, rank=self._rank, world_size=self._world_size, step=step,
-            previous=self._previous,
+            previous=self.previous,
         )  # fmt: skip
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0
         self._writer.write([WriteRequest(self._end, tuple(map(memoryview, buffers)))])
         self._end += header.stored_bytes
-        self._previous = header.digest
+        self.previous = header.digest
         self._unsynced += 1
         if self._unsynced >= sync_every:
             self.sync()
         return header.stored_bytes
+
+    def copy(self, entry: StoredEntry, source: Backend) -> int:
+        """Append an entry of another log, whose checkpoint has the same state; durable by `close`.
+
+        Returns:
+            The bytes that it takes; 0 if it is damaged: then the log ends before it.
+
+        Raises:
+            StorageError: A store failed; call `abort`.
+        """
+        header, start = moved_header(entry.header, self._base, self.previous)
+        if self._writer is None:
+            self._writer, self._end = self._create(header.stored_bytes), 0
+        if not is_whole(self._copied(self._writer, start, entry.pieces(source)), header):
+            self.close() if self._end else self.abort()
+            return 0
+        self._end += header.stored_bytes
+        self.previous = header.digest
+        if self._end >= _SEGMENT_BYTES:
+            self.close()
+        return header.stored_bytes
+
+    def _copied(
+        self, writer: BlobWriter, start: bytes, pieces: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
+        at, header = self._end, memoryview(start)
+        for piece in pieces:
+            writer.write([WriteRequest(at, (header, piece))])
+            yield piece
+            at, header = at + len(header) + len(piece), header[:0]
+
+    def abort(self) -> None:
+        """Give up what is not durable yet."""
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer, self._ended = None, True
 
     def sync(self) -> None:
         """Make all entries durable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -9,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import DryRun, Json, Url, command
 from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import load_config
 from penstock.core.copy.compaction import CompactedStep, Compactor
 from penstock.core.errors import CheckpointGoneError, PenstockError
+from penstock.core.log.inventory import was_logged_since
+from penstock.core.log.transfer import copy_log
 from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import ProgressBar
@@ -27,6 +31,11 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.format.records import CommitRecord
+
+_LIVE = (
+    f"its log was written less than {GRACE_S / 3600:g} h ago, maybe by a run that still writes it: "
+    "call `compact` in that run, or after its next save"
+)
 
 
 @command("compact")
@@ -75,9 +84,17 @@ def compact(
             registry=registry,
             workers=workers,
             loader=Loader(backend, workers),
+            carry=lambda uid, new: copy_log(backend, uid, backend, new),
         )
         chosen = compactor.choose(steps or None, everything=everything)
         failed: dict[int, str] = {}
+        newest = Catalog(backend).latest()
+        for record in [one for one in chosen if one.step == newest]:
+            if was_logged_since(backend, record.uid, time.time() - GRACE_S):
+                chosen.remove(record)
+                failed[record.step] = _LIVE
+                if not as_json:
+                    print_line(f"step {record.step} is not compacted: {_LIVE}", style="yellow")
         if dry_run:
             report = compactor.plan(chosen)
             done, before, after = list(report.steps), report.bytes_before, report.bytes_after

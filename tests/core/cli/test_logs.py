@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.log.test_ranks import LAST, flip, save_and_log
+from tests.integration.log.test_ranks import LAST, flip, restore, save_and_log
 
 import penstock
 from penstock.core.log.segments import SegmentWriter, StoredLog
@@ -217,3 +217,114 @@ def test_verify_decodes_entries_whose_bytes_are_as_written(call, logged):
     assert done.code == 1
     assert "the entry of step 9 at byte 0 is damaged" in done.out
     assert call("verify", logged, "--quick").code == 0
+
+
+def train(root, step):
+    """Resume a copy, and log one more step than it has."""
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = {"model": model, "optimizer": optimizer}
+    with penstock.Checkpointer(root) as ckpt:
+        assert ckpt.resume(state) == step
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+        assert ckpt.log(state, step)
+
+
+@pytest.mark.parametrize("how", [[], ["--codec", "zstd"], ["--flatten"]])
+def test_copy_has_the_log_and_restores_to_the_same_bits(call, logged, tmp_path, how):
+    target = tmp_path / "copy"
+    done = call("copy", logged, target, *how)
+    assert (done.code, done.err) == (0, "")
+    assert "5 entries of its log copied" in done.out
+    assert restored(target) == restored(logged)
+    assert restored(target, 5) == restored(logged, 5)
+    assert call("verify", target).code == 0
+    assert (uid_of(target) == uid_of(logged)) == (not how)
+    if not how:
+        assert segments(target)[0].read_bytes() == segments(logged)[0].read_bytes()
+    train(target, END + 1)
+    assert restored(target)[0] == END + 1
+
+
+def test_copies_of_all_steps_have_their_logs(call, logged, tmp_path):
+    copies = call("copy", logged, tmp_path / "copy", "--step", "all", "--json").json["copies"]
+    assert [one["entries_copied"] for one in copies] == [2, 5]
+    assert restored(tmp_path / "copy", 2) == restored(logged, 2)
+
+
+def test_same_copy_again_copies_only_later_entries(call, logged, tmp_path):
+    target = tmp_path / "copy"
+    call("copy", logged, target)
+    before = [path.stat() for path in segments(target)]
+    done = call("copy", logged, target)
+    assert (done.code, "log" in done.out) == (0, False)
+    assert [path.stat() for path in segments(target)] == before
+    train(logged, END + 1)
+    done = call("copy", logged, target)
+    assert "already there\n1 entry of its log copied\n" in done.out
+    assert restored(target) == restored(logged)
+    assert restored(target)[0] == END + 1
+
+
+def test_torn_end_is_not_copied(call, logged, tmp_path):
+    (path,) = segments(logged)
+    path.write_bytes(path.read_bytes()[:-5000])
+    done = call("copy", logged, tmp_path / "copy")
+    assert "4 entries of its log copied" in done.out
+    (copy,) = segments(tmp_path / "copy")
+    assert (
+        copy.stat().st_size == entries(logged)[-1].offset + entries(logged)[0].header.stored_bytes
+    )
+    assert "torn" not in call("verify", tmp_path / "copy").out
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_entries_before_damage_are_copied(call, logged, tmp_path, number):
+    entry = entries(logged)[number]
+    flip(segments(logged)[0], entry.offset + 2000)
+    done = call("copy", logged, tmp_path / "copy")
+    assert f"its log is not all copied: the entry of step {4 + number} at byte" in done.out
+    assert restored(tmp_path / "copy")[0] == BASE + number
+    assert call("verify", tmp_path / "copy").code == 0
+
+
+def test_copy_replaces_no_log_that_a_run_at_the_target_has_continued(call, logged, tmp_path):
+    target = tmp_path / "copy"
+    (path,) = segments(logged)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: entries(logged)[-1].offset])
+    call("copy", logged, target)
+    train(target, END)
+    kept = restored(target)
+    path.write_bytes(whole)
+    done = call("copy", logged, target)
+    assert "has a log of its own from step 8 on (--overwrite replaces it)" in done.out
+    assert restored(target) == kept
+
+
+def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp_path):
+    done = call("copy", logged, tmp_path / "part", "--include", "model")
+    assert "its log is not all copied: only a part of the checkpoint was copied" in done.out
+    model = torch.nn.Linear(100, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with penstock.Checkpointer(tmp_path / "large") as ckpt:
+        ckpt.save({"model": model, "optimizer": optimizer}, 1, mode="blocking")
+        model(torch.randn(3, 100)).square().mean().backward()
+        optimizer.step()
+        ckpt.log({"model": model, "optimizer": optimizer}, 2)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rules]]\nmatch = "model/**"\ncodecs = ["log8"]\n')
+    done = call("copy", tmp_path / "large", tmp_path / "rounded", "--rules", rules)
+    assert not done.err
+    assert "its log is not all copied: codecs of the copy may round values" in done.out
+    tiers = f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable"
+    done = call("copy", logged, tiers)
+    assert "its log is not all copied: a run with tiers has no log" in done.out
+    assert len([*tmp_path.glob("*/data/*/log/*")]) == 3  # of the two runs
+
+
+def test_logs_of_all_ranks_are_copied(call, tmp_path):
+    save_and_log(tmp_path / "run")
+    assert "10 entries of its log copied" in call("copy", tmp_path / "run", tmp_path / "copy").out
+    assert restore(tmp_path / "copy")[1].step == LAST
