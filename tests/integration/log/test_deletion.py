@@ -106,3 +106,89 @@ def test_command_compacts_no_checkpoint_whose_log_may_be_being_written(
         os.utime(path, (old, old))
     assert call("compact", chained.root).code == 0
     assert chained.restored() == 5
+
+
+def test_retention_keeps_the_base_of_the_newest_log_after_a_failed_save(tmp_path):
+    run = Run(tmp_path / "run", retention={"keep_last": 1})
+    with run.ckpt:
+        for number in range(4):
+            run.step(number, save=number in {0, 2})
+        run.step(4)
+        with pytest.raises(penstock.PenstockError):
+            run.ckpt.save({**run.state, "x": object()}, 4, mode="blocking")
+        assert run.ckpt.steps() == [2]
+        run.step(5)
+    assert run.restored() == 5
+
+
+def test_retention_by_metric_and_tag_deletes_logs_with_their_checkpoints(tmp_path):
+    keep = {"keep_last": 1, "keep_best": 1, "best_metric": "loss", "best_mode": "min"}
+    run = Run(tmp_path / "run", retention=keep)
+    with run.ckpt:
+        for number in range(10):
+            run.step(number, save=number in {0, 2, 4, 8}, **(
+                {"metadata": {"loss": number}} if number in {0, 2, 4, 8} else {}
+            ))  # fmt: skip
+            if number == 4:
+                run.ckpt.pin(4, "good")
+        assert run.ckpt.steps() == [0, 4, 8]
+    assert len(logs(run.root)) == 3
+    assert run.restored() == 9
+    assert run.restored(1) == 1
+    assert run.restored(5) == 5
+
+
+def test_overwrite_deletes_the_log_and_begins_another(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.ckpt:
+        for number in range(5):
+            run.step(number, save=number == 2)
+        run.ckpt.save(run.state, 2, mode="blocking", overwrite=True)
+        run.weights[2] = run.weights[4]
+        assert logs(run.root) == []
+        assert run.ckpt.latest() == 2
+        run.step(3)
+    assert run.restored() == 3
+
+
+def test_rewind_deletes_the_logs_after_its_step(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.ckpt:
+        for number in range(8):
+            run.step(number, save=number in {0, 2, 5})
+        assert len(logs(run.root)) == 3
+        assert run.ckpt.rewind(2) == [5]
+        assert len(logs(run.root)) == 1
+        assert run.ckpt.latest() == 2
+    assert run.restored() == 2
+    assert run.restored(1) == 1
+
+
+def test_delete_of_a_checkpoint_deletes_its_log(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.ckpt:
+        for number in range(6):
+            run.step(number, save=number in {0, 3})
+        run.ckpt.delete(0)
+        assert len(logs(run.root)) == 1
+        assert run.restored() == 5
+        run.ckpt.delete(3)
+        assert logs(run.root) == []
+
+
+def test_prune_deletes_old_logs_of_no_checkpoint_only(tmp_path):
+    run = Run(tmp_path / "run")
+    with run.ckpt:
+        for number in range(4):
+            run.step(number, save=number == 1)
+        live = logs(run.root)
+        (log,) = run.root.glob("data/*/log")
+        for uid in ("a" * 32, "b" * 32):
+            shutil.copytree(log, run.root / "data" / uid / "log")
+        old = time.time() - 25 * 3600
+        for path in (*log.iterdir(), *(run.root / "data" / ("a" * 32) / "log").iterdir()):
+            os.utime(path, (old, old))
+        assert run.ckpt.prune().uids == ("a" * 32,)
+        assert len(logs(run.root)) == len(live) + 1
+        run.step(4)
+    assert run.restored() == 4
