@@ -5,11 +5,11 @@ Tested in `tests/core/cli/test_logs.py`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError
+from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.segments import last_step, logs_of
 from penstock.core.restore.checkpoint import Checkpoint
@@ -89,6 +89,13 @@ def log_info(backend: Backend, base: str) -> LogInfo | None:
 def log_bytes(backend: Backend, uid: str) -> int:
     """Return the size of all segments of a checkpoint's log."""
     return sum(info.size_bytes for info in backend.list(log_prefix(uid)))
+
+
+def last_logged(backend: Backend, uid: str) -> int | None:
+    """Return the last step of a checkpoint's log; None if it has none, or none is readable."""
+    with suppress(DamagedError):
+        return last_step(logs_of(backend, uid))
+    return None
 
 
 def was_logged_since(backend: Backend, uid: str, time_s: float) -> bool:

@@ -314,7 +314,7 @@ def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp
         optimizer.step()
         ckpt.log({"model": model, "optimizer": optimizer}, 2)
     rules = tmp_path / "rules.toml"
-    rules.write_text('[[rules]]\nmatch = "model/**"\ncodecs = ["log8"]\n')
+    rules.write_text('[[rules]]\nmatch = "model/**"\ncodecs = ["cast"]\n')
     done = call("copy", tmp_path / "large", tmp_path / "rounded", "--rules", rules)
     assert not done.err
     assert "its log is not all copied: codecs of the copy may round values" in done.out
@@ -328,3 +328,28 @@ def test_logs_of_all_ranks_are_copied(call, tmp_path):
     save_and_log(tmp_path / "run")
     assert "10 entries of its log copied" in call("copy", tmp_path / "run", tmp_path / "copy").out
     assert restore(tmp_path / "copy")[1].step == LAST
+
+
+def test_commands_on_a_logged_step_say_what_to_do(call, logged, tmp_path):
+    for words in (
+        ["diff", logged, "--step-a", 3, "--step-b", 5],
+        ["verify", logged, "--step", 5],
+        ["copy", logged, tmp_path / "copy", "--step", 5],
+        ["export", logged, tmp_path / "files", "--to", "safetensors", "--step", 5],
+    ):
+        done = call(*words)
+        assert done.code > 0
+        assert "Step 5 is logged: restore(state, 5) replays it." in done.err
+
+
+def test_export_says_that_it_leaves_the_log_out(call, logged, tmp_path):
+    done = call("export", logged, tmp_path / "files", "--to", "safetensors")
+    assert "its log, to step 8, is left out: only saved steps are exported" in done.out
+
+
+def test_doctor_counts_the_bytes_of_logs(call, logged):
+    checks = call("doctor", logged, "--probe-size", "1MiB", "--json").json["checks"]
+    (found,) = [check for check in checks if check["name"] == "checkpoints"]
+    size = sum(path.stat().st_size for step in (0, BASE) for path in segments(logged, step))
+    assert found["values"]["logs_bytes"] == size
+    assert "; logs of " in found["found"]
