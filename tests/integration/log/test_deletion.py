@@ -1,6 +1,7 @@
 """Logs when checkpoints are compacted, deleted, replaced and pruned."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
