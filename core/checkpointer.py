@@ -573,6 +573,8 @@ class Checkpointer:
     ) -> VerifyReport:
         """Read a checkpoint, compare all checksums and report all damage.
 
+        That includes the checkpoint's log. `open(step).verify()` leaves the log out.
+
         Args:
             step: A step, or `"latest"`.
             deep: Whether to read and decode every frame. If False, only the manifest and the sizes
@@ -590,7 +592,10 @@ class Checkpointer:
         if repair and not self._ranks.leads():
             msg = "verify(repair=True) is for rank 0 alone: only one rank repairs"
             raise ConfigError(msg)
-        report = self._reader.verify(step, deep=deep, repair=repair, on_progress=on_progress)
+        with self._log.noting(step):
+            report = self._reader.verify(
+                step, deep=deep, repair=repair, on_progress=on_progress, more=self._log.verified
+            )
         if not report.ok:
             self._saver.distrust()
         return report

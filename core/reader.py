@@ -216,15 +216,16 @@ class Reader:
         deep: bool = True,
         repair: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
+        more: Callable[[Checkpoint, VerifyReport], VerifyReport] = lambda _, report: report,
     ) -> VerifyReport:
-        """See `Checkpointer.verify`."""
+        """See `Checkpointer.verify`; `more` adds to the report."""
         checkpoint = self.open(step)
         if repair:
             report = verify_and_repair(
                 checkpoint, self._repairs, deep=deep, on_progress=on_progress
             )
         else:
-            report = checkpoint.verify(deep=deep, on_progress=on_progress)
+            report = more(checkpoint, checkpoint.verify(deep=deep, on_progress=on_progress))
         self._events.emit(VerifyEvent("verified", report.step, report))
         return report
 

@@ -371,7 +371,10 @@ def unrecorded(
 
 
 def find_unrecorded(
-    backend: Backend, records: Iterable[CommitRecord], steps: Iterable[int]
+    backend: Backend,
+    records: Iterable[CommitRecord],
+    steps: Iterable[int],
+    data: Mapping[str, Iterable[BlobInfo]] | None = None,
 ) -> dict[str, int]:
     """Return the same as `unrecorded` for a caller that has already read the records.
 
@@ -381,10 +384,11 @@ def find_unrecorded(
         backend: The place to check.
         records: All readable commit records.
         steps: All listed steps, including those of damaged records.
+        data: The result of `data_by_uid`, if the caller has it.
     """
-    data = data_by_uid(backend)
-    for record in records:
-        data.pop(record.uid, None)
+    named = {record.uid for record in records}
+    data = data_by_uid(backend) if data is None else data
+    data = {uid: blobs for uid, blobs in data.items() if uid not in named}
     intents = {}
     for uid, blobs in data.items():
         if is_complete(uid, blobs):

@@ -38,7 +38,8 @@ def main() -> None:
         _end_output(error)
     except PenstockError as error:
         _show_traceback()
-        _complain(str(error) or type(error).__name__)
+        notes = getattr(error, "__notes__", ())
+        _complain("\n  ".join([str(error) or type(error).__name__, *notes]))
     except Exception as error:  # noqa: BLE001 - the outermost boundary: ends the process
         _show_traceback()
         hint = (

@@ -6,7 +6,7 @@ Tested in `tests/core/format/test_segment.py`.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -17,7 +17,7 @@ from penstock.core.limits import MAX_INT
 from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 HEADER_BYTES = 128
 MAX_DIRECTORY_BYTES = 1 << 20
@@ -98,17 +98,32 @@ def encode_entry(
     for data in files.values():
         digest.update(data)
     size = len(directory) + sum(map(len, files.values()))
+    header, start = _sealed(EntryHeader(
+        base, rank, world_size, step, session,
+        len(directory), size, digest.digest(), previous, b"",
+    ))  # fmt: skip
+    return header, [start, directory, *files.values()]
+
+
+def moved_header(header: EntryHeader, base: str, previous: bytes) -> tuple[EntryHeader, bytes]:
+    """Return the header for the same payload in the log of another checkpoint, and its bytes.
+
+    Args:
+        header: The header.
+        base: The uid of the other checkpoint, which has the same state.
+        previous: The digest of the header before in that log.
+    """
+    return _sealed(replace(header, base=base, previous=previous))
+
+
+def _sealed(header: EntryHeader) -> tuple[EntryHeader, bytes]:
     fields = _FIELDS.pack(
-        _MAGIC, _VERSION, rank, world_size, len(directory), step, size,
-        bytes.fromhex(base), bytes.fromhex(session), digest.digest(), previous,
+        _MAGIC, _VERSION, header.rank, header.world_size, header.directory_bytes, header.step,
+        header.payload_bytes, bytes.fromhex(header.base), bytes.fromhex(header.session),
+        header.payload_digest, header.previous,
     )  # fmt: skip
     own = xxhash.xxh3_128_digest(fields)
-    header = EntryHeader(
-        base, rank, world_size, step, session,
-        len(directory), size, digest.digest(), previous, own,
-    )  # fmt: skip
-    start = (fields + own).ljust(HEADER_BYTES, b"\0")
-    return header, [start, directory, *files.values()]
+    return replace(header, digest=own), (fields + own).ljust(HEADER_BYTES, b"\0")
 
 
 def decode_header(data: bytes, name: str) -> EntryHeader | None:
@@ -161,7 +176,7 @@ def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, t
     return files
 
 
-def is_whole(pieces: Sequence[bytes | memoryview], header: EntryHeader) -> bool:
+def is_whole(pieces: Iterable[bytes | memoryview], header: EntryHeader) -> bool:
     """Return whether `pieces`, one after the other, are the payload of an entry."""
     digest = xxhash.xxh3_128()
     for piece in pieces:

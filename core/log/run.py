@@ -22,11 +22,13 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.format.segment import log_prefix
+from penstock.core.log.inventory import base_of, noting
 from penstock.core.log.recorder import Recorder
 from penstock.core.log.replay import LogReplay
-from penstock.core.log.segments import StoredLog, common_sessions, logs_of, sessions_of
+from penstock.core.log.segments import StoredLog, common_sessions, last_step, logs_of, sessions_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
+from penstock.core.log.verification import with_log
 from penstock.core.types import valid_step
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.ranks.group import RanksOfJob
     from penstock.core.reader import Reader
-    from penstock.core.reporting.reports import RestoreReport
+    from penstock.core.reporting.reports import RestoreReport, VerifyReport
+    from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.save.job import SaveJob
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
@@ -114,14 +117,19 @@ class RunLog:
         newest = self._catalog.latest()
         if newest is None or not self.may_log():
             return newest
-        whole = [log.entries_to_latest() for log in self._logs_after(newest)]
-        return _last_common(whole, default=newest)
+        logged = last_step(self._logs_after(newest))
+        return newest if logged is None else logged
 
     def forget(self, step: int) -> None:
         """Delete the log after `step`, from which training continues."""
         if self.may_log():
             with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
                 self.recorder.forget(self._catalog.record(step).uid)
+
+    def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
+        """Add the log of a checkpoint to its report."""
+        self.recorder.flush()  # else its end would look torn
+        return with_log(checkpoint, report)
 
     def restore(
         self,
@@ -191,16 +199,12 @@ class RunLog:
     @contextlib.contextmanager
     def noting(self, step: int | str) -> Iterator[None]:
         """Add a note to the error for a step that is logged, but not saved."""
-        try:
-            yield
-        except CheckpointNotFoundError as error:
-            base = self._base_of(step)
-            if base is not None:
-                error.add_note(
-                    f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
-                    f"a template, save it then; step {base} is saved."
-                )
-            raise
+        with noting(self._backend, self._catalog, step if self.may_log() else None):
+            try:
+                yield
+            except CheckpointNotFoundError:
+                self.recorder.flush()
+                raise
 
     def _restore_base(
         self, step: int | str, restore: Callable[[int | str], RestoreReport]
@@ -312,11 +316,8 @@ class RunLog:
         """Return the saved step whose log has `step`; None if there is none."""
         if not isinstance(step, int) or not self.may_log():
             return None
-        base = max((s for s in self._catalog.steps() if s < step), default=None)
-        if base is None:
-            return None
-        logs = self._logs_after(base)
-        return base if logs and all(step in log.steps for log in logs) else None
+        self.recorder.flush()
+        return base_of(self._backend, self._catalog, step)
 
     def _logs_after(self, step: int) -> Sequence[StoredLog]:
         self.recorder.flush()
@@ -348,9 +349,3 @@ def _up_to(
         msg = f"it has no entry of step {last}"
         raise NotLoggedError(msg)
     return chosen
-
-
-def _last_common(logs: Sequence[Sequence[StoredEntry]], *, default: int) -> int:
-    """Return the last step that all logs have in the same session."""
-    common = common_sessions([sessions_of(entries) for entries in logs]) if logs else []
-    return max((session.last for session in common), default=default)

@@ -19,6 +19,7 @@ from penstock.core.format.segment import (
     encode_entry,
     is_whole,
     log_prefix,
+    moved_header,
     segment_name,
     segment_number,
 )
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
+    from penstock.core.types import BlobInfo
 
 log = logging.getLogger("penstock")
 
@@ -65,14 +67,43 @@ class StoredEntry:
 
     def is_whole(self, backend: Backend) -> bool:
         """Read the whole entry; return whether its bytes are those that were written."""
+        return is_whole(self.pieces(backend), self.header)
+
+    def pieces(self, backend: Backend) -> Iterator[memoryview]:
+        """Yield the payload: with the header before it, all pieces but the last fill pages."""
         start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        pieces: list[bytes | memoryview] = []
+        limit = _PIECE_BYTES - HEADER_BYTES
         while left:
-            data = bytearray(min(left, _PIECE_BYTES))
-            backend.read([ReadRequest(self.segment, start, memoryview(data))])
-            pieces.append(memoryview(data))
-            start, left = start + len(data), left - len(data)
-        return is_whole(pieces, self.header)
+            data = memoryview(bytearray(min(left, limit)))
+            backend.read([ReadRequest(self.segment, start, data)])
+            yield data
+            start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stored segment.
+
+    Attributes:
+        info: Its name and size.
+        entries: Its entries up to the first header that is not whole.
+    """
+
+    info: BlobInfo
+    entries: Sequence[StoredEntry]
+
+    @property
+    def end(self) -> int:
+        """Where the entries end."""
+        if not self.entries:
+            return 0
+        last = self.entries[-1]
+        return last.offset + last.header.stored_bytes
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are bytes after the last entry."""
+        return self.end < self.info.size_bytes
 
 
 class StoredLog:
@@ -81,25 +112,29 @@ class StoredLog:
     Attributes:
         entries: The entries that continue the checkpoint without a gap, oldest first. Their headers
             are whole; `whole` compares their payloads.
-        segments: The number of segments.
+        segments: All segments, in the order of their numbers.
+        strays: Segments that continue none of the entries before them.
     """
 
     def __init__(self, backend: Backend, base: str, rank: int) -> None:
         """Read the headers of all entries since the checkpoint with the uid `base`."""
         self._backend = backend
         self.entries: list[StoredEntry] = []
-        names = backend.list(log_prefix(base, rank))
-        self.segments = len(names)
-        for info in names:
-            self._join([*_entries(backend, info.name, info.size_bytes, base, rank)])
+        self.segments = [
+            Segment(info, [*_entries(backend, info.name, info.size_bytes, base, rank)])
+            for info in backend.list(log_prefix(base, rank))
+        ]
+        self.strays = [segment for segment in self.segments if not self._join(segment.entries)]
 
-    def _join(self, found: Sequence[StoredEntry]) -> None:
+    def _join(self, found: Sequence[StoredEntry]) -> bool:
         """Continue with a segment, which may begin before entries that its writer did not use."""
         if not found:
-            return
+            return True
         ends = [FIRST, *(entry.header.digest for entry in self.entries)]
-        if found[0].header.previous in ends:
-            self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
+        if found[0].header.previous not in ends:
+            return False
+        self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
+        return True
 
     def whole(self, *, up_to: int | None = None) -> list[StoredEntry]:
         """Return the entries before the first damaged one, up to a step; reads all of them."""
@@ -185,6 +220,13 @@ def logs_of(backend: Backend, base: str) -> list[StoredLog]:
     return [first, *(StoredLog(backend, base, rank) for rank in others)]
 
 
+def last_step(logs: Sequence[StoredLog]) -> int | None:
+    """Return the last step that all these logs have whole in one session; None if there is none."""
+    sessions = [sessions_of(log.entries_to_latest()) for log in logs]
+    common = common_sessions(sessions) if sessions else []
+    return max((session.last for session in common), default=None)
+
+
 def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> Iterator[StoredEntry]:
     at, previous = 0, None
     while at + HEADER_BYTES <= size:
@@ -250,7 +292,8 @@ class SegmentWriter:
         self._rank = rank
         self._world_size = world_size
         self._session = session
-        self._previous = previous
+        self.previous = previous
+        """The digest of the last entry."""
         self._writer: BlobWriter | None = None
         self._end = 0
         self._unsynced = 0
@@ -273,18 +316,54 @@ class SegmentWriter:
             return 0
         header, buffers = encode_entry(
             files, base=self._base, rank=self._rank, world_size=self._world_size, step=step,
-            session=self._session, previous=self._previous,
+            session=self._session, previous=self.previous,
         )  # fmt: skip
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0
         for request in _requests(self._end, buffers):
             self._writer.write([request])
         self._end += header.stored_bytes
-        self._previous = header.digest
+        self.previous = header.digest
         self._unsynced += 1
         if self._unsynced >= sync_every:
             self.sync()
         return header.stored_bytes
+
+    def copy(self, entry: StoredEntry, source: Backend) -> int:
+        """Append an entry of another log, whose checkpoint has the same state; durable by `close`.
+
+        Returns:
+            The bytes that it takes; 0 if it is damaged: then the log ends before it.
+
+        Raises:
+            StorageError: A store failed; call `abort`.
+        """
+        header, start = moved_header(entry.header, self._base, self.previous)
+        if self._writer is None:
+            self._writer, self._end = self._create(header.stored_bytes), 0
+        if not is_whole(self._copied(self._writer, start, entry.pieces(source)), header):
+            self.close() if self._end else self.abort()
+            return 0
+        self._end += header.stored_bytes
+        self.previous = header.digest
+        if self._end >= _SEGMENT_BYTES:
+            self.close()
+        return header.stored_bytes
+
+    def _copied(
+        self, writer: BlobWriter, start: bytes, pieces: Iterable[memoryview]
+    ) -> Iterator[memoryview]:
+        at, header = self._end, memoryview(start)
+        for piece in pieces:
+            writer.write([WriteRequest(at, (header, piece))])
+            yield piece
+            at, header = at + len(header) + len(piece), header[:0]
+
+    def abort(self) -> None:
+        """Give up what is not durable yet."""
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer, self._ended = None, True
 
     def sync(self) -> None:
         """Make all entries durable."""

@@ -385,6 +385,9 @@ class VerifyReport(HtmlTable):
         lossy: The lossy codecs of the objects, with which the save rounded values. A whole object
             still decodes to the rounded values.
         links: The other saves with damaged blobs, which are links in the checkpoint's chain.
+        logged_entries: The number of entries of the checkpoint's log.
+        torn_logs: The ends of segments that have no whole entry, which is no damage: one was being
+            written, now or when its process was killed.
     """
 
     step: int
@@ -400,6 +403,8 @@ class VerifyReport(HtmlTable):
     not_decoded: tuple[str, ...] = ()
     lossy: tuple[str, ...] = ()
     links: tuple[LendingSave, ...] = ()
+    logged_entries: int = 0
+    torn_logs: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the main figures in one short line; `damaged` lists all damage."""

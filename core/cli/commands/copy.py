@@ -26,6 +26,8 @@ from penstock.core.errors import (
     PenstockError,
     PluginError,
 )
+from penstock.core.log.inventory import log_bytes, noting
+from penstock.core.log.transfer import CopiedLog, copy_log
 from penstock.core.pipeline.loader import Loader
 from penstock.core.plugins.registry import default_registry
 from penstock.core.reporting.progress import ProgressBar
@@ -62,6 +64,8 @@ class Copied:
         error: The reason for a failure.
         rounded_by: For a re-encoded copy, the lossy codecs of the copied objects: the copy has the
             values that these codecs rounded.
+        entries_copied: The number of entries of the checkpoint's log that were copied.
+        log_left_out: Why not all of the log was copied; empty if it was.
     """
 
     step: int
@@ -76,6 +80,8 @@ class Copied:
     seconds: float = 0.0
     error: str | None = None
     rounded_by: tuple[str, ...] = ()
+    entries_copied: int = 0
+    log_left_out: str = ""
 
 
 def wanted_rules(
@@ -282,11 +288,26 @@ class _Copier:
     trust_sealed: bool  # skip reading again the blobs that an interrupted copy has sealed
 
     def copy(self, step: int) -> Copied:
-        record = Catalog(self.source).record(step)
+        with noting(self.source, Catalog(self.source), step):
+            record = Catalog(self.source).record(step)
         with closing(ProgressBar(f"step {step}", every_s=None, transient=True)) as bar:
             if self.how is None:
-                return self._copy(record, bar)
-            return self._encode(step, self.how, bar)
+                copied = self._copy(record, bar)
+            else:
+                copied = self._encode(step, self.how, bar)
+            log = self._copy_log(record, copied)
+        return replace(copied, entries_copied=log.entries, log_left_out=log.left_out)
+
+    def _copy_log(self, record: CommitRecord, copied: Copied) -> CopiedLog:
+        assert copied.uid is not None
+        if self.how is not None and log_bytes(self.source, record.uid):
+            # A replay needs the whole state that was logged, bit for bit.
+            if not self.how.selection.everything:
+                return CopiedLog(left_out="only a part of the checkpoint was copied")
+            encoded = Checkpoint.open(self.target, record.step)
+            if encoded.rounding(encoded.objects()).lossless is not True:
+                return CopiedLog(left_out="codecs of the copy may round values")
+        return copy_log(self.source, record.uid, self.target, copied.uid, overwrite=self.overwrite)
 
     def interrupted(self, step: int) -> str:
         """Return a message on the state of an interrupted copy, and on how to continue."""
@@ -398,6 +419,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
         return
     if copied.state == "there":
         print_line(f"{name} is already there", style="green")
+        _print_log(copied)
         return
     # All blobs that it needs: borrowed ones are copied too, or are there already.
     needed = copied.bytes_copied + copied.bytes_kept
@@ -412,6 +434,15 @@ def _print(copied: Copied, *, latest: bool) -> None:
         print_line(
             f"values that {', '.join(copied.rounded_by)} (lossy) had rounded were copied as rounded"
         )
+    _print_log(copied)
+
+
+def _print_log(copied: Copied) -> None:
+    if copied.entries_copied:
+        entries = "1 entry" if copied.entries_copied == 1 else f"{copied.entries_copied} entries"
+        print_line(f"{entries} of its log copied", style="green")
+    if copied.log_left_out:
+        print_line(f"its log is not all copied: {copied.log_left_out}", style="yellow")
 
 
 def _print_sum(done: Sequence[Copied]) -> None:

@@ -24,6 +24,7 @@ from penstock.core.cli.output.render import Column, number_text, print_json, pri
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
 from penstock.core.errors import CheckpointNotFoundError
+from penstock.core.log.inventory import noting
 from penstock.core.pipeline.loader import Loader
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
@@ -92,10 +93,10 @@ def diff(
         step_b = Catalog(b).require_latest() if step_b is None else step_b
         if step_a is None:
             step_a = _before(a, step_b) if url_b is None else Catalog(a).require_latest()
-        sides = [
-            Checkpoint.open(backend, step, loader=Loader(backend, workers))
-            for backend, step in ((a, step_a), (b, step_b))
-        ]
+        sides = []
+        for backend, step in ((a, step_a), (b, step_b)):
+            with noting(backend, Catalog(backend), step):
+                sides.append(Checkpoint.open(backend, step, loader=Loader(backend, workers)))
         bar = stack.enter_context(closing(ProgressBar("diff", every_s=None, transient=True)))
         selection = Selection(include, exclude)
         found = diff_checkpoints(

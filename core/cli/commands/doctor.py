@@ -39,7 +39,7 @@ from penstock.core.errors import (
     WrongPlaceError,
 )
 from penstock.core.foreign import said
-from penstock.core.format.records import CommitRecord
+from penstock.core.format.records import DATA_PREFIX, CommitRecord
 from penstock.core.pipeline.staging import container_memory, machine_memory
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.open import open_backend
@@ -508,7 +508,11 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     damaged = [step for step, found in records.items() if isinstance(found, DamagedError)]
     sizes = [found.bytes_stored for found in records.values() if isinstance(found, CommitRecord)]
     size = sizes[-1] if sizes else None
-    values = {"steps": len(records), "damaged": damaged, "newest_bytes": size}
+    infos = backend.list(DATA_PREFIX)
+    logs_bytes = sum(info.size_bytes for info in infos if info.name.endswith(".log"))
+    values = {
+        "steps": len(records), "damaged": damaged, "newest_bytes": size, "logs_bytes": logs_bytes
+    }  # fmt: skip
     if damaged:
         listed = ", ".join(map(str, damaged))
         advice = "recover their commit records, or `penstock delete` them: until then `prune`"
@@ -517,6 +521,8 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     if size is None:
         return Check("checkpoints", "info", "none yet", values=values)
     found = f"{len(records)}, the newest of {size_text(size)}"
+    if logs_bytes:
+        found += f"; logs of {size_text(logs_bytes)}"
     free_bytes = size if root is None else shutil.disk_usage(root).free
     if free_bytes < size:
         advice = "make room, or keep fewer checkpoints (`retention`): another does not fit"

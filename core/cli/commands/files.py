@@ -13,6 +13,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import StepExistsError
+from penstock.core.log.inventory import last_logged, noting
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.storage.open import open_backend
@@ -100,7 +101,9 @@ def export(  # noqa: PLR0913 - its options
         closing(ProgressBar("export", every_s=None, transient=True)) as bar,
     ):
         number = Catalog(backend).require_latest() if step is None else step
-        checkpoint = Checkpoint.open(backend, number)
+        with noting(backend, Catalog(backend), number):
+            checkpoint = Checkpoint.open(backend, number)
+        logged = last_logged(backend, checkpoint.contents.record.uid)
         report = export_checkpoint(
             checkpoint,
             out,
@@ -124,6 +127,8 @@ def export(  # noqa: PLR0913 - its options
         f"{size_text(report.bytes_written)} in {counted(len(report.files), 'file')}",
         style="green",
     )
+    if logged is not None:
+        print_line(f"its log, to step {logged}, is left out: only saved steps are exported")
     for left_out, owner in report.tied.items():
         print_line(f"{left_out} is tied to {owner}, and left out (--keep-tied)")
 

@@ -24,7 +24,7 @@ from penstock.core.catalog.lender_report import (
     find_lenders,
 )
 from penstock.core.catalog.notes import NotesOfRun
-from penstock.core.catalog.survey import find_unrecorded
+from penstock.core.catalog.survey import data_by_uid, find_unrecorded
 from penstock.core.cli.app import Json, Url, command
 from penstock.core.cli.output.render import (
     Cell,
@@ -43,12 +43,13 @@ from penstock.core.cli.output.render import (
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
 from penstock.core.errors import ConfigError, DamagedError, StorageError
-from penstock.core.log.segments import StoredLog
+from penstock.core.format.segment import log_prefix
+from penstock.core.log.segments import last_step, logs_of
 from penstock.core.storage.open import open_backend
 from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.types import show_value
-from penstock.core.units import size_text
+from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ class Listed:
         tiers: For a run in tiers, the names of the tiers that have the record.
         waiting: Whether a tier still has to copy the checkpoint to the next one.
         notes: The data of the commit record and of the checkpoint's notes; None without a record.
+        bytes_logged: The bytes of the checkpoint's log.
     """
 
     step: int
@@ -87,6 +89,7 @@ class Listed:
     tiers: tuple[str, ...] = ()
     waiting: bool = False
     notes: Notes | None = None
+    bytes_logged: int = 0
 
 
 @command("ls")
@@ -134,14 +137,15 @@ def ls(
             replace(one, notes=None if one.record is None else notes.read(one.record))
             for one in listed[-last if last else 0 :]
         ]
-        waiting = _unrecorded(answering if tiered else [backend], listed)
+        waiting, logs = _unrecorded(answering if tiered else [backend], listed)
+        shown = [replace(one, bytes_logged=logs.get(_uid(one), 0)) for one in shown]
         records = [one.record for one in listed if one.record is not None]
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
-        newest = records[-1].uid if shown and shown[-1].record in records[-1:] else None
-        logged = None if newest is None or tiered else StoredLog(backend, newest, 0).latest()
+        newest = records[-1] if shown and shown[-1].record in records[-1:] else None
+        logged, log_error = (None, "") if newest is None or tiered else _logged(backend, newest)
         if as_json:
-            found: dict[str, Any] = {"url": backend.url, "logged": logged}
+            found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
             found["kept"] = [
@@ -163,8 +167,11 @@ def ls(
     for one in shown:
         if one.error:
             print_line(f"step {one.step}: {one.error}", style="red")
-    if logged is not None:
-        print_line(f"step {logged} is logged: a restore replays steps {shown[-1].step} to {logged}")
+    if newest is not None and logged is not None:
+        more = counted(len(logged), "step")
+        print_line(f"step {logged[-1]} is logged: a restore replays {newest.step} + {more}")
+    elif log_error:
+        print_line(log_error, style="red")
     _print_unrecorded(waiting)
     _print_kept(kept, url)
     if metadata:
@@ -241,6 +248,8 @@ def _columns(
     if lenders:  # the size of all blobs that a checkpoint needs, own and borrowed
         yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
     yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
+    if any(one.bytes_logged for one in listed):
+        yield Column("LOG", lambda one: size_text(one.bytes_logged), right=True, keep=5)
     yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
     if tiered:
         yield Column("TIERS", _tiers_text, keep=6)
@@ -259,13 +268,35 @@ def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]
     return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
 
-def _unrecorded(backends: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, int]:
+def _unrecorded(
+    backends: Sequence[Backend], listed: Sequence[Listed]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return by uid: the steps of saves that lack only their commit record; the bytes of logs."""
     records = [one.record for one in listed if one.record is not None]
     steps = [one.step for one in listed]
     found: dict[str, int] = {}
+    logs: dict[str, int] = {}
     for backend in backends:
-        found |= find_unrecorded(backend, records, steps)
-    return found
+        data = data_by_uid(backend)
+        for uid, blobs in data.items():
+            size = sum(b.size_bytes for b in blobs if b.name.startswith(log_prefix(uid)))
+            logs[uid] = max(size, logs.get(uid, 0))
+        found |= find_unrecorded(backend, records, steps, data)
+    return found, logs
+
+
+def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | None, str]:
+    """Return the logged steps that a restore replays, if any; else why the log is unreadable."""
+    try:
+        logs = logs_of(backend, newest.uid)
+        last = last_step(logs)
+    except DamagedError as error:
+        return None, f"the log of step {newest.step} cannot be read: {error}"
+    return None if last is None else [s for s in logs[0].steps if s <= last], ""
+
+
+def _uid(one: Listed) -> str:
+    return "" if one.record is None else one.record.uid
 
 
 def _print_unrecorded(waiting: dict[str, int]) -> None:
@@ -357,7 +388,8 @@ def _is_newer(one: CommitRecord, other: CommitRecord) -> bool:
 def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
     if one.record is None or one.notes is None:
         return {"step": one.step, "state": "damaged", "error": one.error}
-    more = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
+    more: dict[str, Any] = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
+    more["bytes_logged"] = one.bytes_logged
     return {"step": one.step, "state": "ok", **record_json(one.record, one.notes), **more}
 
 

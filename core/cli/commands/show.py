@@ -45,8 +45,11 @@ from penstock.core.cli.output.render import (
     print_line,
     print_table,
     ratio_text,
+    value_text,
 )
+from penstock.core.errors import DamagedError
 from penstock.core.format.records import blob_uid
+from penstock.core.log.inventory import LogInfo, log_info, noting
 from penstock.core.pipeline.auto import class_of
 from penstock.core.reporting.reports import LendingSave
 from penstock.core.restore.checkpoint import Checkpoint
@@ -176,7 +179,8 @@ def show(  # noqa: PLR0913 - its options
     with closing(open_backend(backend_of(url), must_exist=True, light=not stats)) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
-        checkpoint = Checkpoint.open(backend, step)
+        with noting(backend, Catalog(backend), step):
+            checkpoint = Checkpoint.open(backend, step)
         contents = checkpoint.contents
         objects = contents.objects()
         # Before printing: a misspelled pattern would look like an empty checkpoint.
@@ -189,7 +193,8 @@ def show(  # noqa: PLR0913 - its options
         if stats:
             shown = [replace(s, stats=tensor_stats(checkpoint, s.record)) for s in shown]
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
-    record = contents.record
+        record = contents.record
+        logged, log_error = _logged(backend, record.uid)
     sums = [] if group_of is None else totals(one.as_sum(group_of(one)) for one in shown)
     if as_json:
         found: dict[str, Any] = {
@@ -199,6 +204,7 @@ def show(  # noqa: PLR0913 - its options
                 for link in chain
             ],
             "choices": [asdict(choice) for choice in choices],
+            "log": None if logged is None else asdict(logged),
         }
         if by is None:
             found["objects"] = [_as_json(one, stats=stats) for one in shown]
@@ -215,6 +221,7 @@ def show(  # noqa: PLR0913 - its options
     _print_sum(record, shown)
     _print_rounding(shown)
     _print_choices(choices)
+    _print_log(logged, log_error)
 
 
 def _check_grouping(url: str, by: str, *, objects: bool) -> None:
@@ -543,3 +550,22 @@ def _frames(record: ObjectRecord) -> Iterable[Frame]:
     for shard in record.shards:
         for ref in shard.chunks:
             yield record.frames[ref.frame]
+
+
+def _logged(backend: Backend, uid: str) -> tuple[LogInfo | None, str]:
+    """Return what is stored of the log of a checkpoint, if any; else why it is unreadable."""
+    try:
+        return log_info(backend, uid), ""
+    except DamagedError as error:
+        return None, str(error)
+
+
+def _print_log(logged: LogInfo | None, error: str) -> None:
+    if error:
+        print_line(f"the log cannot be read: {error}", style="red")
+    if logged is None:
+        return
+    print_line(f"logged: {logged}")
+    for path, engine in logged.optimizers.items():
+        facts = ", ".join(f"{key} {value_text(value)}" for key, value in engine.items())
+        print_line(f"  {path}: {facts}")

@@ -19,6 +19,8 @@ from penstock.core.cli.output.render import print_json, print_line, steps_text
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.errors import CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
+from penstock.core.log.inventory import noting
+from penstock.core.log.verification import with_log
 from penstock.core.pipeline.loader import Loader
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Damage, VerifyReport
@@ -135,13 +137,14 @@ def _verified(
 ) -> VerifyReport:
     """Verify one step, and repair it if `--repair` is given."""
     try:
-        checkpoint = Checkpoint.open(backend, step, loader=loader)
+        with noting(backend, Catalog(backend), step):
+            checkpoint = Checkpoint.open(backend, step, loader=loader)
     except DamagedError as error:
         # An unreadable manifest is a finding, not an error: `--all` continues with the next step.
         damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
         return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
     if repairs is None:
-        return checkpoint.verify(deep=deep, on_progress=on_progress)
+        return with_log(checkpoint, checkpoint.verify(deep=deep, on_progress=on_progress))
     return verify_and_repair(checkpoint, repairs, deep=deep, on_progress=on_progress)
 
 
@@ -166,10 +169,17 @@ def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None
             f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; the save rounded "
             "values with these, and whole means that they still decode to the rounded values"
         )
+    for torn in report.torn_logs:
+        print_line(
+            f"the log of step {report.step} ends in a torn write, which is no damage: {torn}; a "
+            "restore leaves it out"
+        )
 
 
 def _print_verdict(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None:
-    looked = f"{counted(report.objects, 'object')}, {size_text(report.bytes_read)} read"
+    entries = "1 entry" if report.logged_entries == 1 else f"{report.logged_entries} entries"
+    log = f" and {entries} of its log" if report.logged_entries else ""
+    looked = f"{counted(report.objects, 'object')}{log}, {size_text(report.bytes_read)} read"
     if report.deep:
         looked = f"{counted(report.frames, 'frame')} of {looked}"
     found = f"{counted(len(report.damaged), 'problem')} found"

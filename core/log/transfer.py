@@ -1,0 +1,114 @@
+"""Copies the log of a checkpoint to a copy of that checkpoint, of the same uid or another.
+
+Tested in `tests/core/cli/test_logs.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from penstock.core.format.segment import FIRST
+from penstock.core.log.inventory import log_bytes
+from penstock.core.log.segments import SegmentWriter, StoredLog, logs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc import Backend
+    from penstock.core.log.segments import StoredEntry
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedLog:
+    """The result of copying a log.
+
+    Attributes:
+        entries: The number of copied entries, of all ranks.
+        bytes_copied: Their bytes.
+        left_out: Why entries were not copied; empty if all whole ones are at the target.
+    """
+
+    entries: int = 0
+    bytes_copied: int = 0
+    left_out: str = ""
+
+
+def copy_log(
+    source: Backend, base: str, target: Backend, copy: str, *, overwrite: bool = False
+) -> CopiedLog:
+    """Copy the log of a checkpoint; on return all its whole entries are durable at the target.
+
+    Compares each entry as it is copied, and leaves out what follows a damaged entry, and a torn
+    end. Copies only what the target lacks. Changes nothing at the source.
+
+    Args:
+        source: The place to copy from.
+        base: The uid of the checkpoint.
+        target: The place to copy to.
+        copy: The uid of the copy there, which must restore to the same bits.
+        overwrite: Whether to replace other entries at the target, which a run there has logged.
+
+    Raises:
+        DamagedError: A log cannot be read.
+        StorageError: A store failed; what was copied continues the target's log or is unused.
+    """
+    if source.tiers or target.tiers:
+        reason = "a run with tiers has no log" if log_bytes(source, base) else ""
+        return CopiedLog(left_out=reason)
+    done = CopiedLog()
+    for log in logs_of(source, base):
+        done = _copy_rank(done, source, _whole(log), target, copy, overwrite=overwrite)
+    return done
+
+
+def _copy_rank(
+    done: CopiedLog,
+    source: Backend,
+    entries: Sequence[StoredEntry],
+    target: Backend,
+    copy: str,
+    *,
+    overwrite: bool,
+) -> CopiedLog:
+    if not entries:
+        return done
+    first = entries[0].header
+    there = _whole(StoredLog(target, copy, first.rank))
+    pairs = zip(entries, there, strict=False)
+    same = len([*takewhile(lambda pair: _payload(pair[0]) == _payload(pair[1]), pairs)])
+    if same == len(entries):
+        return done
+    if same < len(there) and not overwrite:
+        step = there[same].header.step
+        reason = f"{target.url} has a log of its own from step {step} on (--overwrite replaces it)"
+        return CopiedLog(done.entries, done.bytes_copied, reason)
+    previous = there[same - 1].header.digest if same else FIRST
+    writer = SegmentWriter(target, copy, first.rank, first.world_size, previous=previous)
+    number, size_bytes, left_out = done.entries, done.bytes_copied, done.left_out
+    try:
+        for entry in entries[same:]:
+            copied = writer.copy(entry, source)
+            if not copied:
+                left_out = (
+                    f"the entry of step {entry.header.step} at byte {entry.offset} of "
+                    f"{entry.segment} on {source.url} is damaged; the log ends before it"
+                )
+                break
+            number, size_bytes = number + 1, size_bytes + copied
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+    return CopiedLog(number, size_bytes, left_out)
+
+
+def _whole(log: StoredLog) -> Sequence[StoredEntry]:
+    """Return the entries up to the last one that is whole."""
+    last = log.latest()
+    return [entry for entry in log.entries if last is not None and entry.header.step <= last]
+
+
+def _payload(entry: StoredEntry) -> tuple[int, int, bytes]:
+    return entry.header.step, entry.header.payload_bytes, entry.header.payload_digest
