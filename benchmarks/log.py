@@ -1,8 +1,9 @@
 """The cost of a log of gradients: in training, in bytes, and in a restore.
 
-    python benchmarks/log.py --rounds 5 --out benchmarks/recorded/log.json
-    python benchmarks/log.py --kills 200
-    python benchmarks/page.py                                # the picture and figures of logs.md
+    python benchmarks/log.py --rounds 5 --out benchmarks/recorded/log.json     # some 5 minutes
+    python benchmarks/page.py                              # the picture and the figures of logs.md
+    python benchmarks/log.py --kills 200                   # some 7 minutes
+    python benchmarks/log.py --rounds 1                    # quick: some 60 s
 
 Trains the GPT of `examples/train_gpt.py` with one thread, in fp32 with AdamW.
 
@@ -128,10 +129,10 @@ def training(folder, options):
             "lazy": (lambda: lazy.save(made.state, made.number), lazy.wait),
         }
         for way, calls in ways.items():  # allocates, compiles, and proves the first steps
-            window(made, log, way, *calls, count=3)
+            window(made, log, way, *calls, count=2)
         rows = {way: [] for way in ways}
         names = [*ways]
-        for number in range(3):
+        for number in range(2):
             for way in names[number:] + names[:number]:
                 rows[way].append(window(made, log, way, *ways[way], count=options.steps))
     step_s = median(rows["none"], "step, s")
@@ -186,7 +187,7 @@ def saved(root, state, step, how):
 def bytes_of(kind, ways, gaps, folder, options):
     """The bytes of a step, after some steps of training."""
     made = Training(kind, SMALL_BATCH, **ways)
-    made.steps(20 // options.shorten)
+    made.steps(40 // options.shorten)
     figures = {
         "raw": saved(folder / "raw", made.state, 0, {}),
         "floatsplit": saved(folder / "floatsplit", made.state, 0, FLOATSPLIT),
