@@ -203,8 +203,8 @@ def log_verdict(run):
         simpler. `log` takes {100 * trained["log, share"]:.1f} % of a step of
         {1000 * trained["step, s"]:.0f} ms, a lazy save {100 * trained["lazy, share"]:.1f} %. On two
         cores a training with a log at every step takes {trained["log, wall"]:.2f} times as long,
-        with a lazy save at every step {trained["lazy, wall"]:.2f} times. The replay of an entry
-        takes {foreach["cold entry, steps"]:.2f} steps of time, which the picture includes; with
+        with a lazy save at every step {trained["lazy, wall"]:.2f} times. Replaying an entry takes
+        as long as {foreach["cold entry, steps"]:.2f} steps, which the picture includes; with
         {twice} entr{"y" if twice == 1 else "ies"} a restore takes twice as long
         (`benchmarks/log.py`).
     """
