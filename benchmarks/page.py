@@ -5,24 +5,30 @@
 
 `page.md` is the page without its figures. The README and the home page get three of them. Figures
 of a GPU are of another machine and an earlier run, so they are kept as they were, in
-`recorded/gpu.json`.
+`recorded/gpu.json`. Those of a log of gradients are from `log.py`, in `recorded/log.json`; the page
+about logs gets them.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from bench import FAILED, ROOT, as_json, figure, rows_of, table
 
 HERE = Path(__file__).resolve().parent
 RUN, GPU = "benchmarks/recorded/run.json", "benchmarks/recorded/gpu.json"
-PAGE, CHARTS = "docs/benchmarks.md", "docs/assets/benchmarks"
+LOG = "benchmarks/recorded/log.json"
+PAGE, CHARTS, LOGS = "docs/benchmarks.md", "docs/assets/benchmarks", "docs/logs.md"
 QUOTING = ("README.md", "docs/index.md")  # have `numbers` between two comments
 NUMBERS = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
+FP32, BF16 = "Penstock, AdamW in fp32", "Penstock, AdamW in bf16 with clip"
+INTERVALS = (1, 2, 5, 10, 20, 50, 100)  # steps between two saves
 ASYNC, KEPT = "Penstock, async", "DCP async_save, kept stager"
 COPY, FIO = "plain copy in memory", "fio"
 SIZES = ("state of 0.1 GB", "state of 0.3 GB", "state", "state of 3 GB")
@@ -165,6 +171,46 @@ def numbers(run):
     return "\n".join(lines)
 
 
+def log_bytes(run, interval):
+    """Bytes per parameter and step, by what is written, with a full save every few steps."""
+    of = run.rows("bytes")[FP32]
+    delta = of[f"delta, {interval} step{'s' * (interval > 1)}"]
+    logged = of["floatsplit"] + (interval - 1) * of["log"]
+    whole = {
+        "full saves": of["raw"],
+        "full saves, floatsplit": of["floatsplit"],
+        "deltas": delta,
+        "full saves, floatsplit, and a log": logged,
+    }
+    return {name: value / interval for name, value in whole.items()}
+
+
+def log_verdict(run):
+    """When a log pays, as the page about logs says it."""
+    of, bf16 = run.rows("bytes")[FP32], run.rows("bytes")[BF16]
+    trained = run.rows("training")["Penstock"]
+    foreach = run.rows("replay")["Penstock, foreach"]
+    raw, split, deltas, _ = log_bytes(run, 1).values()
+    *_, tenth = log_bytes(run, 10).values()
+    twice = max(1, round(foreach["cold, 2x after"]))
+    fewer = math.ceil(of["raw"] / of["log"])
+    text = f"""
+        An entry has {of["log"]:.1f} bytes per parameter with AdamW in fp32, {bf16["log"]:.1f} in
+        bf16 with clipped gradients. With a full save every 10 steps a log writes
+        {tenth:.1f} bytes per parameter and step. Saving every step writes {raw:.0f}, with
+        `floatsplit` {split:.1f}, as deltas {deltas:.1f}. So a log pays if a crash may cost one
+        step at most. If it may cost {fewer} steps or more, lazy full saves write less and are
+        simpler. `log` takes {100 * trained["log, share"]:.1f} % of a step of
+        {1000 * trained["step, s"]:.0f} ms, a lazy save {100 * trained["lazy, share"]:.1f} %. On two
+        cores a training with a log at every step takes {trained["log, wall"]:.2f} times as long,
+        with a lazy save at every step {trained["lazy, wall"]:.2f} times. Replaying an entry takes
+        as long as {foreach["cold entry, steps"]:.2f} steps, which the picture includes; with
+        {twice} entr{"y" if twice == 1 else "ies"} a restore takes twice as long
+        (`benchmarks/log.py`).
+    """
+    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False)
+
+
 # -- charts --------------------------------------------------------------------------------------
 
 FONT = "DejaVu Sans"  # comes with matplotlib; a browser may have to take another one
@@ -224,18 +270,19 @@ def bars(rows, first, second, legend):
 
 
 def lines(panels):
-    """Panels below each other: seconds of Penstock and DCP over what grows."""
+    """Panels below each other, each with logarithmic axes."""
     from matplotlib import ticker  # noqa: PLC0415
 
-    made, all_axes = drawing(1.9 * len(panels), len(panels))
-    for axes, (title, label, xs, series) in zip(all_axes, panels, strict=True):
+    more = len(panels[0][-1]) - 2  # names that need space above
+    made, all_axes = drawing(1.9 * len(panels) + 0.2 * more, len(panels))
+    for axes, (title, label, unit, xs, series) in zip(all_axes, panels, strict=True):
         for name, values, color in series:
             points = [(x, y) for x, y in zip(xs, values, strict=True) if y is not None]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
         axes.set(xscale="log", yscale="log")
         axes.set_title(title, loc="left", fontsize=9.5)
         axes.set_xlabel(label, color=INK)
-        axes.set_ylabel("seconds", color=INK)
+        axes.set_ylabel(unit, color=INK)
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -270,15 +317,47 @@ def growth(run):
             (
                 "A first save, until durable",
                 "GB of state",
+                "seconds",
                 sizes,
                 series(by_size, "first durable, s"),
             ),
-            ("A cold restore", "GB of state", sizes, series(by_size, "restore, s")),
+            ("A cold restore", "GB of state", "seconds", sizes, series(by_size, "restore, s")),
             (
                 "A later save by ranks, until durable",
                 "ranks",
+                "seconds",
                 RANKS,
                 series(by_rank, "durable, s"),
+            ),
+        ]
+    )
+
+
+def log_chart(run):
+    """Bytes and lost work over the interval between two full saves."""
+    by_interval = [log_bytes(run, interval) for interval in INTERVALS]
+    colors = (PEER, PEER_LIGHT, OURS_LIGHT, OURS)
+    entry = run.rows("replay")["Penstock, foreach"]["cold entry, steps"]
+    replayed = [1 + (interval - 1) * entry for interval in INTERVALS]
+    label = "steps between two full saves or deltas"
+    return lines(
+        [
+            (
+                "Written per parameter and step",
+                label,
+                "bytes",
+                INTERVALS,
+                [
+                    (name, [row[name] for row in by_interval], color)
+                    for name, color in zip(by_interval[0], colors, strict=True)
+                ],
+            ),
+            (
+                "Lost to a crash at most (gray: any without a log)",
+                label,
+                "steps",
+                INTERVALS,
+                [("any without a log", INTERVALS, PEER), ("with a log", replayed, OURS)],
             ),
         ]
     )
@@ -385,13 +464,16 @@ def made(paths):
     run = Run([json.loads(Path(path).read_text(encoding="utf-8")) for path in paths])
     try:
         text = page(run, json.loads((ROOT / GPU).read_text(encoding="utf-8")))
-        drawn = charts(run)
+        logged = Run([json.loads((ROOT / LOG).read_text(encoding="utf-8"))])
+        verdict = log_verdict(logged)
+        drawn = charts(run) | {"log.svg": log_chart(logged)}
     except KeyError as missing:
         raise SystemExit(f"not measured: {missing}; run all parts") from missing
     pages = {RUN: as_json(run.document), PAGE: text}
-    for name in QUOTING:
+    quoted = dict.fromkeys(QUOTING, numbers(run)) | {LOGS: verdict}
+    for name, quote in quoted.items():
         before = (ROOT / name).read_text(encoding="utf-8")
-        pages[name] = NUMBERS.sub(rf"\g<1>{numbers(run)}\n\g<2>", before)
+        pages[name] = NUMBERS.sub(rf"\g<1>{quote}\n\g<2>", before)
     return pages | {f"{CHARTS}/{n}": t for n, t in drawn.items()}
 
 

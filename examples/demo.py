@@ -1,7 +1,8 @@
 """Save, crash, resume, restore a part: the purpose of Penstock, in under a minute.
 
-Trains a small GPT twice with the same seed: once undisturbed, and once killed by SIGKILL in the
-middle of a save and resumed in a new process. Then compares every loss, bit for bit.
+Trains a small GPT twice with the same seed: once undisturbed, and once killed by SIGKILL twice: in
+the middle of a save, and eight steps after a save, while steps are logged. Each time a new process
+resumes. Then compares every loss, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from train_gpt import build
 import penstock
 
 STEPS, SAVE_EVERY, KILL_IN_SAVE = 30, 5, 20
+LOG_SAVE_EVERY, KILL_IN_STEP = 20, 29  # of the training that logs the steps that it does not save
 TRAINER = Path(__file__).with_name("train_gpt.py")
 console = Console()
 
@@ -32,26 +34,36 @@ console = Console()
 class Trainer:
     """A trainer in its own process, followed through its JSON lines."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *options: str) -> None:
         self.run = run
         self.losses: dict[int, str] = {}
         self.facts: dict[str, dict] = {}
         self.process = subprocess.Popen(
-            [sys.executable, TRAINER, run, f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"],
+            [
+                *(sys.executable, TRAINER, run, f"--steps={STEPS}"),
+                *(options or [f"--save-every={SAVE_EVERY}"]),
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # stays fast on a busy machine
         )
 
-    def follow(self, bar: Progress, task: int, kill_in_save: int | None = None) -> str:
-        """Read the lines to the end; return how the trainer ended."""
+    def follow(
+        self, bar: Progress, task: int, *, in_save: int | None = None, in_step: int | None = None
+    ) -> str:
+        """Read the lines to the end, or kill the trainer; return how it ended."""
         for line in self.process.stdout:
             fact = json.loads(line)
             self.facts[fact["event"]] = fact
             if fact["event"] == "step":
                 self.losses[fact["step"]] = fact["loss"]
                 bar.update(task, completed=fact["step"])
-            if fact["event"] == "save" and fact["step"] == kill_in_save:
+                if fact["step"] == in_step:
+                    bar.stop_task(task)
+                    self.process.kill()
+                    self.process.wait()
+                    return "killed"
+            if fact["event"] == "save" and fact["step"] == in_save:
                 bar.stop_task(task)
                 return self.kill()
         if self.process.wait() != 0:
@@ -92,13 +104,18 @@ def main() -> None:
             reference.follow(bar, bar.add_task("undisturbed", total=STEPS))
             victim = Trainer(crashed)
             task = bar.add_task(f"killed in the save of step {KILL_IN_SAVE}", total=STEPS)
-            ending = victim.follow(bar, task, KILL_IN_SAVE)
+            ending = victim.follow(bar, task, in_save=KILL_IN_SAVE)
             torn = unfinished(crashed)
             steps = penstock.Checkpointer(crashed).steps()
-            heir = Trainer(crashed)
-            heir.follow(bar, bar.add_task("resumed in a new process", total=STEPS))
+            logging = "--log", f"--save-every={LOG_SAVE_EVERY}"
+            heir = Trainer(crashed, *logging)
+            task = bar.add_task(f"resumed, killed in step {KILL_IN_STEP}", total=STEPS)
+            heir.follow(bar, task, in_step=KILL_IN_STEP)
+            saved = penstock.Checkpointer(crashed).steps()[-1]
+            last = Trainer(crashed, *logging)
+            last.follow(bar, bar.add_task("resumed from the log", total=STEPS))
         resumed = heir.facts["resumed"]
-        show_losses(reference, victim, heir)
+        show_losses(reference, victim, heir, last)
         proofs = Table(title="Proofs", title_justify="left", show_header=False)
         proofs.add_column(style="green")
         proofs.add_column()
@@ -110,7 +127,7 @@ def main() -> None:
             KILL_IN_SAVE not in steps or not torn,
             f"committed then: {steps}; the torn one has no commit record, so it does not exist",
         )
-        combined = {**victim.losses, **heir.losses}
+        combined = {**victim.losses, **heir.losses, **last.losses}
         same = sum(combined.get(step) == loss for step, loss in reference.losses.items())
         check(
             proofs,
@@ -118,6 +135,14 @@ def main() -> None:
             same == STEPS,
             f"{same} of {STEPS} losses are bit-identical; resumed at step {resumed['step']} "
             f"in {resumed['seconds'] * 1000:.0f} ms",
+        )
+        again = last.facts["resumed"]["step"]
+        check(
+            proofs,
+            "a step lost at most",
+            again >= KILL_IN_STEP - 2,
+            f"killed in step {KILL_IN_STEP}, {KILL_IN_STEP - saved} steps after the last save; "
+            f"resumed after step {again}: {again - saved} steps replayed from the log",
         )
         restore_optimizer(crashed, proofs)
         console.print(proofs)
@@ -129,17 +154,17 @@ def main() -> None:
     )
 
 
-def show_losses(reference: Trainer, victim: Trainer, heir: Trainer) -> None:
+def show_losses(reference: Trainer, victim: Trainer, heir: Trainer, last: Trainer) -> None:
     """Print the losses at every save."""
     table = Table(title="Losses", title_justify="left")
-    for name in ("step", "undisturbed", "killed", "resumed", "bits"):
+    for name in ("step", "undisturbed", "killed", "resumed", "from the log", "bits"):
         table.add_column(name, justify="right")
     for step in sorted({1, *range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)}):
         shown = [
             f"{float.fromhex(t.losses[step]):.6f}" if step in t.losses else "-"
-            for t in (reference, victim, heir)
+            for t in (reference, victim, heir, last)
         ]
-        bits = {t.losses[step] for t in (reference, victim, heir) if step in t.losses}
+        bits = {t.losses[step] for t in (reference, victim, heir, last) if step in t.losses}
         table.add_row(str(step), *shown, "same" if len(bits) == 1 else "[red]differ")
     console.print(table)
 
@@ -149,8 +174,9 @@ def restore_optimizer(run: Path, proofs: Table) -> None:
     with penstock.Checkpointer(run) as ckpt:
         fresh = build(STEPS, seed=99)
         before = [p.clone() for p in fresh["model"].parameters()]
-        report = ckpt.restore(fresh, include="optimizer")
-        stored = ckpt.open()
+        saved = ckpt.steps()[-1]  # a logged step needs the parameters, too
+        report = ckpt.restore(fresh, saved, include="optimizer")
+        stored = ckpt.open(saved)
         exact = all(
             torch.equal(value, stored[f"optimizer/state/{name}/{key}"])
             for name, parameter in fresh["model"].named_parameters()

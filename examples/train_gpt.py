@@ -1,9 +1,10 @@
 """Trains a small GPT on the standard library's own sources, and saves with Penstock.
 
-    python examples/train_gpt.py runs/gpt --steps 60 --save-every 10
+    python examples/train_gpt.py runs/gpt --steps 60 --save-every 10 --log
 
-Run it again with the same folder and it resumes from the latest checkpoint. Every step prints one
-JSON line, so that a parent process can follow; `examples/demo.py` is such a parent.
+Run it again with the same folder and it resumes from the latest checkpoint, or with `--log` from
+the latest step. Every step prints one JSON line, so that a parent process can follow;
+`examples/demo.py` is such a parent.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def build(steps: int, seed: int = 1) -> dict[str, object]:
     }
 
 
-def train(run: str, steps: int, save_every: int) -> None:
-    """Train to `steps`, from the latest checkpoint of `run` if it has one."""
+def train(run: str, steps: int, save_every: int, *, log: bool = False) -> None:
+    """Train to `steps`, from the latest saved or logged step of `run` if it has one."""
     state = build(steps)
     model, optimizer = state["model"], state["optimizer"]
     with penstock.Checkpointer(run, mode="lazy") as ckpt:
@@ -123,14 +124,16 @@ def train(run: str, steps: int, save_every: int) -> None:
         for step in range(first, steps + 1):
             tokens, targets = next(state["loader"])
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
             loss.backward()
             optimizer.step()  # Penstock's fence: waits here until a pending capture ends
-            optimizer.zero_grad()
             state["schedule"].step()
             tell(event="step", step=step, loss=loss.item().hex())
-            if step % save_every == 0:
+            if step % save_every == 0 or (log and step == 1):  # a log continues a checkpoint
                 tell(event="save", step=step)
                 ckpt.save(state, step, metadata={"loss": loss.item()})
+            elif log and ckpt.log(state, step):
+                tell(event="log", step=step)
         ckpt.wait()
     tell(event="done", step=steps)
 
@@ -145,5 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("run", help="folder or URL of the run")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--log", action="store_true", help="log the steps that are not saved")
     arguments = parser.parse_args()
-    train(arguments.run, arguments.steps, arguments.save_every)
+    train(arguments.run, arguments.steps, arguments.save_every, log=arguments.log)

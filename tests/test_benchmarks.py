@@ -1,6 +1,7 @@
 """The benchmarks page matches its generator's output for the JSON of one run."""
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -59,6 +60,28 @@ def test_a_failed_contender_keeps_its_row_with_the_reason(page):
     reason = "failed: ModuleNotFoundError: No module named 'torchsnapshot'"
     assert text.count(f"| TorchSnapshot async_take | {reason} |") == 2
     assert "| TorchSnapshot | failed: " in text
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_benchmark_of_logs_measures_all_that_their_page_shows(page, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    out = tmp_path / "log.json"
+    small = "--rounds=1", "--batch=1", "--steps=1", "--entries=2", "--shorten=20"
+    where = f"--folder={tmp_path}", f"--out={out}"
+    done = interpreters.run(str(ROOT / "benchmarks" / "log.py"), *small, *where)
+    assert done.returncode == 0, done.stderr
+    run = page.Run([json.loads(out.read_text(encoding="utf-8"))])
+    assert "An entry has" in page.log_verdict(run)
+    assert "Written per parameter and step" in page.log_chart(run)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_killed_trainings_with_a_log_lose_at_most_one_step():
+    done = interpreters.run(str(ROOT / "benchmarks" / "log.py"), "--kills", "4")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"kills 4 most steps lost [01] wrong losses 0\n", done.stdout)
 
 
 PROGRAM = """
