@@ -10,6 +10,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.catalog.survey import places_of
 from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.reader import Reader
     from penstock.core.reporting.reports import RestoreReport
     from penstock.core.save.job import SaveJob
+    from penstock.core.tiers.room import TierRoom
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
 
@@ -57,6 +59,7 @@ class RunLog:
         registry: Registry,
         workers: Workers,
         ranks: RanksOfJob,
+        room: TierRoom | None = None,
     ) -> None:
         """Prepare; nothing is read or watched yet.
 
@@ -67,24 +70,25 @@ class RunLog:
             registry: Finds providers, codecs and replayers.
             workers: The threads.
             ranks: The ranks that train together.
+            room: Makes room in the fastest tier; None without tiers.
         """
         self._backend = backend
         self._reader = reader
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
-        self.recorder = Recorder(backend, config, registry, workers)
+        self.recorder = Recorder(backend, config, registry, workers, room=room)
 
     @property
     def _catalog(self) -> Catalog:
         return self._reader.catalog
 
     def may_log(self) -> bool:
-        """Return whether steps of this run can be logged: not with tiers."""
+        """Return whether steps of this run can be logged."""
         try:
             self._ranks.place()
         except ConfigError:  # several ranks that do not find each other
             return False
-        return not self._backend.tiers
+        return True
 
     def begin_after_save(self, job: SaveJob, state: Mapping[str, Any]) -> None:
         """Log what follows a save."""
@@ -95,9 +99,6 @@ class RunLog:
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
-        if not self.may_log():
-            msg = "a run with tiers cannot log steps yet"
-            raise ConfigError(msg)
         return self.recorder.log(state, step)
 
     def latest(self) -> int | None:
@@ -152,6 +153,8 @@ class RunLog:
         left_out = report.missing or report.unexpected or report.cast or report.mismatched
         if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
+        elif last is not None and not has_log(places_of(self._backend)[0], report.uid):
+            self.recorder.pause("the log is in a tier that is not the fastest: save first")
         elif last is None:
             self.recorder.begin_after_restore(report.uid, report.step, state)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -134,6 +135,11 @@ class TierRoom:
                 logged = True
             wait()
             time.sleep(self._timing.tier_full_poll_s)
+
+    def make_room_for_log(self, need_bytes: int) -> None:
+        """Evict from the fastest tier until `need_bytes` fit there, if that is possible."""
+        with suppress(StorageError):  # the append itself fails, and names the reason
+            self._has_room(0, need_bytes)
 
     def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
         """Warn that a save bypasses faster tiers, at most once per `repeat_log_s`."""
