@@ -6,8 +6,9 @@
 
 `codecs`: floatsplit, zipnn, blosc2 and zstd, in one thread: GB of raw bytes per second of CPU time,
 chunk by chunk as a checkpoint cuts them; decoded bytes are compared. Kinds are weights (w) and
-first and second moments (m, v). Codecs that are not installed fail, and are left out. `lossy`: the
-update of a weight is m / (sqrt(v) + 1e-8); the error is the root of all squared errors, relative.
+first and second moments (m, v). Codecs that are not installed fail, and are left out. `gradients`:
+the same for clipped gradients (g) of bfloat16 autocast. `lossy`: the update of a weight is
+m / (sqrt(v) + 1e-8); the error is the root of all squared errors, relative.
 """
 
 # ruff: noqa: PLC0415 - a contender's package may be missing
@@ -24,6 +25,7 @@ import torch
 from bench import Benchmark, check
 
 from penstock.core.abc import DECLINED, CodecContext
+from penstock.core.pipeline.codec_chain import CodecChain
 from penstock.core.plugins.registry import Registry
 
 CHUNK, SLAB, PIECE = 16 << 20, 1 << 20, 1 << 20
@@ -31,6 +33,10 @@ KINDS = ("w bf16", "w fp32", "m fp32", "v fp32", "m bf16", "v bf16")
 # 14 bytes for each parameter: the state of mixed-precision training with Adam.
 STATE = ("w bf16", "w fp32", "m fp32", "v fp32")
 BF16, FP16, LOG8 = ("cast", {"to": "bfloat16"}), ("cast", {"to": "float16"}), ("log8", {})
+GRADIENTS = {
+    "Penstock, floatsplit": ("floatsplit",),
+    "Penstock, factor and floatsplit": ("factor", "floatsplit"),
+}
 LOSSY = {
     "Penstock, m and v cast to bfloat16": (BF16, BF16),
     "Penstock, v in log8": (None, LOG8),
@@ -73,6 +79,32 @@ class Ours:
             return [chunk.data]
         back = self.back[: chunk.data.size]
         self.codec.decode(frames[0].data, back.data, context=chunk.context)
+        return [back]
+
+
+class Chain:
+    """Codecs of Penstock one after the other, with checksums, and reused memory."""
+
+    def __init__(self, names):
+        chain = CodecChain([Registry().codec(name, {}) for name in names])
+        self.chain, self.back = chain, np.zeros(CHUNK, np.uint8)
+        self.out = np.zeros(chain.max_encoded_size(CHUNK), np.uint8)
+
+    def prepare(self, chunk):
+        return [chunk.data]
+
+    def encode(self, pieces, chunk):
+        encoded = self.chain.encode(pieces[0].data, self.out.data, context=chunk.context)
+        self.left = [c for n, c in enumerate(self.chain.codecs) if n not in encoded.declined]
+        self.lengths = encoded.lengths
+        return [self.out[: encoded.length]] if self.left else pieces
+
+    def decode(self, frames, chunk):
+        if not self.left:
+            return frames
+        back = self.back[: chunk.data.size].data
+        chain, lengths = CodecChain(self.left), self.lengths
+        chain.decode(frames[0].data, back, context=chunk.context, lengths=lengths)
         return [back]
 
 
@@ -155,6 +187,15 @@ def codec(make, _, options):
     return row | figures("14 bytes per parameter", totals)
 
 
+def gradients(names, _, options):
+    """Encode and decode the gradients; the first chunk compiles, and touches memory."""
+    torch.set_num_threads(1)
+    chain, chunks = Chain(names), load(options.snapshots / f"step{options.step}.pt", "g fp32")
+    once(chain, chunks[0])
+    sums = sum(once(chain, chunk) for chunk in chunks)
+    return {"bytes per value": float(4 * sums[1] / sums[0])} | figures("g fp32", sums)
+
+
 def once(contender, chunk):
     """Return raw bytes, stored bytes, and CPU seconds to encode and to decode."""
     pieces = contender.prepare(chunk)
@@ -216,6 +257,7 @@ CONTENDERS = {
 }
 GROUPS = {
     "codecs": {name: partial(codec, make) for name, make in CONTENDERS.items()},
+    "gradients": {name: partial(gradients, names) for name, names in GRADIENTS.items()},
     "lossy": {name: partial(lossy, *chosen) for name, chosen in LOSSY.items()},
 }
 

@@ -6,9 +6,10 @@ training state.
     .venv/bin/python benchmarks/make_state.py /tmp/snapshots     # some 20 minutes on two cores
 
 Each snapshot is `step<N>.pt`: a dict of the parameters' names, each with `w` (the fp32 master
-weight), `m` and `v` (AdamW's moments), all fp32. The bf16 weights that training multiplied with are
-exactly `w.bfloat16()`. The learning rate is at its peak up to step 150 and falls to a fiftieth
-until 195, so 100 -> 101 shows early steps, and 200 -> 201 late ones.
+weight), `m` and `v` (AdamW's moments) and `g` (the clipped gradient), all fp32. The bf16 weights
+that training multiplied with are exactly `w.bfloat16()`. The learning rate is at its peak up to
+step 150 and falls to a fiftieth until 195, so 100 -> 101 shows early steps, and 200 -> 201 late
+ones.
 """
 
 from __future__ import annotations
@@ -123,9 +124,12 @@ def learning_rate(step):
 
 
 def snapshot(model, optimizer):
-    """Return weights and moments by parameter name."""
-    of = {name: (p.detach(), optimizer.state[p]) for name, p in model.named_parameters()}
-    return {n: {"w": w, "m": s["exp_avg"], "v": s["exp_avg_sq"]} for n, (w, s) in of.items()}
+    """Return weights, moments and gradients by parameter name."""
+    of = {name: (p, optimizer.state[p]) for name, p in model.named_parameters()}
+    return {
+        n: {"w": p.detach(), "m": s["exp_avg"], "v": s["exp_avg_sq"], "g": p.grad}
+        for n, (p, s) in of.items()
+    }
 
 
 def tokens_of_the_standard_library():

@@ -108,6 +108,8 @@ class Reader:
         self._has_log = has_log
         self.logged = False
         """Whether rank 0 found a log of the checkpoint that the ranks restored last."""
+        self.session = ""
+        """Random digits of that restore, the same on all ranks."""
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
         # good copy. The next report lists them, and the good copies repair them.
@@ -346,7 +348,7 @@ class Reader:
         self, together: RestoreTogether[tuple[T, _Rescued]], turn: _RestoreTurn
     ) -> tuple[tuple[T, _Rescued], tuple[int, ...]]:
         result = together.run(turn.number, turn.called)
-        self.logged = together.logged
+        self.logged, self.session = together.logged, together.session
         for report in together.told.values():  # rank 0 repairs the damage that any rank reports
             self._rescued += [(name, tier) for name, tier in report["rescued"]]
         return result

@@ -64,11 +64,26 @@ def decode(codec, data, length, config, dtype, itemsize, base):
         words, by_xor = np.split(np.frombuffer(data, f"<u{itemsize}"), [-1])
         base = np.frombuffer(base, words.dtype)  # zigzag order is 0, -1, 1, -2, ...
         return (base ^ words if by_xor[0] else base + (words >> 1 ^ 0 - (words & 1))).tobytes()
+    if codec == "factor 1":
+        return decode_factor(data, length // 4)
     good = codec == "cast 1" and dtype in {"float32", "float64"} and "float16" in config["to"]
     check(good, f"this reader does not have the codec {codec} {config or ''} for {dtype}")
     half = np.frombuffer(data, "<u2")  # bfloat16 is the top of a float32
     wide = half.view("<f2") if config["to"] == "float16" else (half.astype("<u4") << 16).view("<f4")
     return wide.astype(f"<f{itemsize}").tobytes()
+
+
+def decode_factor(data, count):
+    blocks, words = -(-count // 32768), np.frombuffer(data, "<u2")
+    codes, factor, runs, rest = np.split(words, [count, count + 2, count + 2 + blocks])
+    tops = codes.astype("<u4") << 16
+    multiplied = (tops.view("<f4") * factor.view("<f4")).view("<u4")
+    out = np.where(np.isin(tops >> 23 & 0xFF, [0, 0xFF]), tops, multiplied)
+    starts, lengths, lows = np.split(rest.astype(int), [runs.sum(), 2 * runs.sum()])
+    starts = np.repeat(np.arange(blocks) * 32768, runs) + starts - np.cumsum(lengths) + lengths
+    places = np.repeat(starts, lengths) + np.arange(len(lows))
+    out[places] = tops[places] | lows
+    return out.tobytes()
 
 
 def decode_floatsplit(data, length):

@@ -33,9 +33,14 @@ class TorchReplayer(Replayer):
 
     def obstacle(self, optimizer: Any, /) -> str:
         """Return why a step cannot be replayed."""
+        name = type(optimizer).__name__
         if any(group.get("capturable") for group in optimizer.param_groups):
-            name = type(optimizer).__name__
             return f"{name} is capturable: no hook runs when a CUDA graph replays its step"
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if name not in _ELEMENTWISE and any(hasattr(p, "_local_tensor") for p in parameters):
+            # DTensors, whose class takes long to import. A rank whose replay failed would leave the
+            # others in a collective.
+            return f"steps of {name} on shards need the other ranks"
         return ""
 
     def unit(self, optimizer: Any, /) -> Unit:

@@ -63,11 +63,14 @@ class CodecOutput:
         elementwise: Whether the output has one element for each element of the chunk, in the same
             order, and nothing else. The next codec then gets the chunk's shape and start;
             otherwise it gets a one-dimensional shape.
+        tail: Whether further elements may follow in an elementwise output. The next codec then
+            gets a shape with the further rows that they need.
     """
 
     dtype: str = "uint8"
     itemsize: int = 1
     elementwise: bool = False
+    tail: bool = False
 
 
 class Codec(ABC):

@@ -26,8 +26,8 @@ MAX_DIRECTORY_BYTES = 1 << 20
 _MAGIC = b"penstlog"
 _VERSION = 1
 # Magic, version, rank, world size, bytes of the directory; step, bytes of the payload; base uid,
-# digest of the payload, digest of the header before.
-_FIELDS = struct.Struct("<8s4I2Q16s16s16s")
+# session, digest of the payload, digest of the header before.
+_FIELDS = struct.Struct("<8s4I2Q16s8s16s16s")
 _DIGEST_BYTES = 16
 
 
@@ -40,6 +40,7 @@ class EntryHeader:
         rank: The rank that logged.
         world_size: Number of ranks.
         step: The step after which the entry was made.
+        session: 16 hexadecimal digits: equal in the entries of all ranks between two restores.
         directory_bytes: The bytes of the payload that name its files.
         payload_bytes: All bytes of the payload.
         payload_digest: xxh3-128 of the payload.
@@ -51,6 +52,7 @@ class EntryHeader:
     rank: int
     world_size: int
     step: int
+    session: str
     directory_bytes: int
     payload_bytes: int
     payload_digest: bytes
@@ -67,8 +69,18 @@ FIRST = bytes(_DIGEST_BYTES)
 """`previous` of the first entry after a base."""
 
 
+NO_SESSION = bytes(8).hex()
+
+
 def encode_entry(
-    files: Mapping[str, bytes], *, base: str, rank: int, world_size: int, step: int, previous: bytes
+    files: Mapping[str, bytes],
+    *,
+    base: str,
+    rank: int,
+    world_size: int,
+    step: int,
+    session: str = NO_SESSION,
+    previous: bytes,
 ) -> tuple[EntryHeader, list[bytes]]:
     """Return the header of an entry, and the buffers to store, one after the other.
 
@@ -78,6 +90,7 @@ def encode_entry(
         rank: See `EntryHeader`.
         world_size: See `EntryHeader`.
         step: See `EntryHeader`.
+        session: See `EntryHeader`.
         previous: See `EntryHeader`.
     """
     directory = dump_json([[name, len(data)] for name, data in files.items()])
@@ -87,12 +100,13 @@ def encode_entry(
     size = len(directory) + sum(map(len, files.values()))
     fields = _FIELDS.pack(
         _MAGIC, _VERSION, rank, world_size, len(directory), step, size,
-        bytes.fromhex(base), digest.digest(), previous,
+        bytes.fromhex(base), bytes.fromhex(session), digest.digest(), previous,
     )  # fmt: skip
     own = xxhash.xxh3_128_digest(fields)
     header = EntryHeader(
-        base, rank, world_size, step, len(directory), size, digest.digest(), previous, own
-    )
+        base, rank, world_size, step, session,
+        len(directory), size, digest.digest(), previous, own,
+    )  # fmt: skip
     start = (fields + own).ljust(HEADER_BYTES, b"\0")
     return header, [start, directory, *files.values()]
 
@@ -112,9 +126,8 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
         data[_FIELDS.size : end]
     ):
         return None
-    magic, version, rank, world_size, directory, step, size, base, digest, previous = (
-        _FIELDS.unpack_from(data)
-    )
+    magic, version, rank, world_size, *fields = _FIELDS.unpack_from(data)
+    directory, step, size, base, session, digest, previous = fields
     if magic != _MAGIC:
         return None
     if version != _VERSION:
@@ -122,7 +135,9 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
     if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
         refuse(name, "has an entry beyond the limits of a log")
     own = bytes(data[_FIELDS.size : end])
-    return EntryHeader(base.hex(), rank, world_size, step, directory, size, digest, previous, own)
+    return EntryHeader(
+        base.hex(), rank, world_size, step, session.hex(), directory, size, digest, previous, own
+    )
 
 
 def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, tuple[int, int]]:

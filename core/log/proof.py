@@ -9,11 +9,11 @@ import copy
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Unit
 from penstock.core.log.replayed import digest_of, step_again
-from penstock.core.log.steps import NotLoggedError, local_of
+from penstock.core.log.steps import NotLoggedError, local_of, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -98,7 +98,7 @@ def begin_proof(
         {**group, "params": [_copied(p, memo) for p in group["params"]]}
         for group in part.param_groups
     ]
-    copied = _with_groups(optimizer, groups, attributes)
+    copied = with_groups(optimizer, groups, attributes)
     copied.state = defaultdict(dict)
     for parameter in (p for group in part.param_groups for p in group["params"]):
         if parameter in optimizer.state:
@@ -118,14 +118,4 @@ def _part_of(optimizer: Optimizer, chosen: Collection[int]) -> Optimizer:
         {**group, "params": [p for p in group["params"] if next(numbers) in chosen]}
         for group in optimizer.param_groups
     ]
-    return _with_groups(optimizer, groups, vars(optimizer))
-
-
-def _with_groups(
-    optimizer: Optimizer, groups: list[dict[str, Any]], attributes: Mapping[str, Any]
-) -> Optimizer:
-    """Return an optimizer of the same class; `copy.copy` would leave out attributes."""
-    made: Any = object.__new__(type(optimizer))
-    vars(made).update(attributes)
-    made.param_groups = groups
-    return cast("Optimizer", made)
+    return with_groups(optimizer, groups, vars(optimizer))

@@ -15,8 +15,9 @@ from penstock.core.abc import ByteSource, StateObject
 from penstock.core.catalog.survey import places_of
 from penstock.core.config.model import load_config
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.core.format.segment import FIRST, log_prefix
+from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
 from penstock.core.log.proof import RefutedError, begin_proof
+from penstock.core.log.recut import cuts_of
 from penstock.core.log.replayed import digest_of, stored_step
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.recut import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tiers.room import TierRoom
@@ -123,8 +125,7 @@ class Recorder:
         *,
         room: TierRoom | None = None,
     ) -> None:
-        """Prepare; nothing is watched before `begin`. With tiers, `room` makes room in the first.
-        """
+        """Prepare; nothing is watched before `begin`. See `RunLog` for `room`."""
         self._backend = backend
         self._room = room
         self._config = config
@@ -166,10 +167,17 @@ class Recorder:
             self._drop(self._logs)
         if self.ended:
             self._drop(self._logs)
-        self._begin(_Log(uid, self._writer(uid, FIRST), committed), step, state)
+        writer = self._writer(uid, uid[: len(NO_SESSION)], FIRST)  # all ranks have this uid
+        self._begin(_Log(uid, writer, committed), step, state)
 
     def begin_after_restore(
-        self, uid: str, step: int, state: Mapping[str, Any], *, previous: bytes = FIRST
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        session: str,
+        previous: bytes = FIRST,
     ) -> None:
         """Log from now on what follows a restored step.
 
@@ -177,13 +185,14 @@ class Recorder:
             uid: The uid of the checkpoint.
             step: The restored step.
             state: The state tree.
+            session: See `EntryHeader`.
             previous: The digest of the entry that was replayed last.
         """
         self._drop(self._logs)
         self._stored.clear()
         # A run that has a log will have one again: the next save must not be its first call.
         self._watch.keeps = self._watch.keeps or previous != FIRST
-        self._begin(_Log(uid, self._writer(uid, previous)), step, state)
+        self._begin(_Log(uid, self._writer(uid, session, previous)), step, state)
 
     def pause(self, reason: str) -> None:
         """Log nothing before the next save or restore: the state is not that of a checkpoint."""
@@ -254,10 +263,10 @@ class Recorder:
         if self._room is not None and rank == 0:
             self._room.make_room_for_log(entry_bytes * world_size)
 
-    def _writer(self, uid: str, previous: bytes) -> SegmentWriter:
+    def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
         fastest = places_of(self._backend)[0]
-        return SegmentWriter(fastest, uid, rank, world_size, previous=previous)
+        return SegmentWriter(fastest, uid, rank, world_size, session=session, previous=previous)
 
     def _begin(self, begun: _Log, step: int, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
@@ -408,10 +417,11 @@ class _Writing:
                 "mode": "blocking",
                 "allow_pickle": config.allow_pickle,
                 "chunk_bytes": config.chunk_bytes,
-                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["floatsplit"]}],
+                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
             }
         )
         self._registry = registry
+        self._cuts: dict[object, Cut] = {}
         self._staging = KeptStaging(self._config, workers, Pending())
         self._thread = workers.spawn("log", self._run)
 
@@ -450,9 +460,16 @@ class _Writing:
         for writer in writers:
             writer.append(entry.step, files, sync_every=1)
 
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
+
     def _encode(self, entry: _Entry) -> dict[str, bytes]:
         """Save an entry in memory; return its files."""
-        steps = [stored_step(step, path) for path, step in entry.steps]
+        steps = [stored_step(step, path, self._cut_of) for path, step in entry.steps]
         for (_, step), stored in zip(entry.steps, steps, strict=True):
             if step.proof is not None:
                 step.proof.check(step.replayer, stored)

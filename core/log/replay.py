@@ -8,18 +8,20 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.abc import StateObject, Unit
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.log.archive import EntryBackend
 from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
-from penstock.core.log.replayed import take_again
+from penstock.core.log.recut import recut
+from penstock.core.log.replayed import CUT, cut_digest, take_again
 from penstock.core.log.steps import (
     NotLoggedError,
     parameters_of,
     set_options,
     storages_of_step,
+    with_groups,
 )
 from penstock.core.pipeline.loader import Loader
 from penstock.core.restore.fallback import Overwritten
@@ -33,13 +35,15 @@ from penstock.core.types import Role
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from penstock.core.abc import Backend
+    from penstock.core.abc import Backend, Replayer
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.log.segments import StoredEntry
     from penstock.core.plugins.registry import Registry
     from penstock.core.types import ObjectPath
 
+
+T = TypeVar("T")
 
 _OPTIONS = "param_groups", "0", "lr"
 """Where an optimizer has its options: they are restored if this one is selected."""
@@ -64,8 +68,9 @@ class LogReplay:
     def replay(
         self,
         state: Mapping[str, Any],
-        entries: Sequence[StoredEntry],
+        logs: Mapping[int, Sequence[StoredEntry]],
         *,
+        rest_of: int,
         selection: Selection,
         stored: Collection[ObjectPath] = (),
         moved: Callable[[], None] = lambda: None,
@@ -74,7 +79,8 @@ class LogReplay:
 
         Args:
             state: The state tree, as the base left it.
-            entries: The entries since the base.
+            logs: The entries since the base of this rank, or of all ranks that logged, by rank.
+            rest_of: The rank whose entries have what no optimizer changes.
             selection: What was restored of the base.
             stored: The paths of all objects of the base; only needed if not all are selected.
             moved: Called after each entry.
@@ -88,19 +94,19 @@ class LogReplay:
         """
         began = time.monotonic()
         optimizers = optimizers_of(state, self.registry)
-        opened = self._open(entries)
+        opened = {rank: self._open(entries) for rank, entries in logs.items()}
         chosen = None
         if not selection.everything:
             chosen = self._chosen(state, optimizers, selection, stored)
         try:
-            for logged in self._ahead(opened):
-                for step in logged.get(STEPS, ()):
-                    self._take(optimizers, step, chosen)
-                for path, options in logged.get(OPTIONS, {}).items():
+            for logged in self._ahead([*zip(*opened.values(), strict=True)]):
+                for steps in zip(*(tree.get(STEPS, ()) for tree in logged), strict=True):
+                    self._take(optimizers, steps, chosen)
+                for path, options in logged[0].get(OPTIONS, {}).items():
                     if path in optimizers and selection.selects((*parse_path(path), *_OPTIONS)):
                         set_options(optimizers[path], options)
                 moved()
-            self._restore_rest(state, opened, selection)
+            self._restore_rest(state, opened[rest_of], selection)
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")
             raise
@@ -149,12 +155,26 @@ class LogReplay:
                 raise NotLoggedError(msg)
         return chosen
 
+    def is_cut_as(self, state: Mapping[str, Any], entry: StoredEntry) -> bool | None:
+        """Return whether this rank has the parts of parameters that an entry has.
+
+        None: neither has parts; every rank has whole parameters.
+        """
+        (logged,) = next(self._ahead([tuple(self._open([entry]))]))
+        there = [step["engine"].get(CUT, "") for step in logged.get(STEPS, ())]
+        optimizers = optimizers_of(state, self.registry)
+        named = [optimizers.get(step["optimizer"]) for step in logged.get(STEPS, ())]
+        here = ["" if o is None else cut_digest([*parameters_of(o)]) for o in named]
+        return None if not any((*there, *here)) else there == here
+
     def _take(
         self,
         optimizers: Mapping[str, Any],
-        step: Mapping[str, Any],
+        steps: Sequence[Mapping[str, Any]],
         chosen: set[int] | None,
     ) -> None:
+        """Take a step again; `steps` has it as each rank has logged it."""
+        step = steps[0]
         optimizer = optimizers.get(step["optimizer"])
         if optimizer is None:
             msg = f"{step['optimizer']}, whose steps are logged, is not in the state"
@@ -163,17 +183,39 @@ class LogReplay:
         if replayer is None:
             msg = f"no installed replayer handles {type(optimizer).__name__}"
             raise NotLoggedError(msg)
+        if len(steps) > 1:
+            step = self._recut(optimizer, replayer, steps)
         take_again(optimizer, replayer, step, chosen)
 
-    def _ahead(self, opened: Sequence[Opened]) -> Iterator[Mapping[str, Any]]:
-        """Yield the steps of each entry; a thread reads the next ones meanwhile."""
+    def _recut(
+        self, optimizer: Any, replayer: Replayer, steps: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Return a step for the parts of the parameters that this rank has."""
+        engines = [{k: v for k, v in step["engine"].items() if k != CUT} for step in steps]
+        groups = [
+            {**group, **options}
+            for group, options in zip(optimizer.param_groups, steps[0]["options"], strict=False)
+        ]
+        logged = with_groups(optimizer, groups, vars(optimizer))
+        if any(e != engines[0] for e in engines) or replayer.unit(logged) is not Unit.ELEMENT:
+            msg = (
+                f"the ranks have other parts of the parameters than those that logged, and a step "
+                f"of {type(optimizer).__name__} depends on the parts (fused=True does)"
+            )
+            raise NotLoggedError(msg)
+        parameters = [group["params"] for group in optimizer.param_groups]
+        step = recut(steps, parameters, self.registry.providers)
+        cut = cut_digest([*parameters_of(optimizer)])
+        return {**step, "engine": {**engines[0], CUT: cut} if cut else engines[0]}
+
+    def _ahead(self, opened: Sequence[Sequence[Opened]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield the trees of the entries of each step; a thread reads the next ones meanwhile."""
         selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
 
-        def read(entry: Opened) -> Mapping[str, Any]:
-            tree, _ = build_new(entry, selection=selection, device=None)
-            return dict(tree)
+        def read(entries: Sequence[Opened]) -> Sequence[Mapping[str, Any]]:
+            return [build_new(e, selection=selection, device=None)[0] for e in entries]
 
-        following: Future[Mapping[str, Any]] | None = None
+        following: Future[Sequence[Mapping[str, Any]]] | None = None
         for number in range(len(opened)):
             current = following or self._spawn(read, opened[number])
             following = None
@@ -182,14 +224,12 @@ class LogReplay:
                 following = self._spawn(read, opened[number + 1])
             yield current.result()
 
-    def _spawn(
-        self, read: Callable[[Opened], Mapping[str, Any]], entry: Opened
-    ) -> Future[Mapping[str, Any]]:
-        future: Future[Mapping[str, Any]] = Future()
+    def _spawn(self, read: Callable[[Sequence[Opened]], T], entries: Sequence[Opened]) -> Future[T]:
+        future: Future[T] = Future()
 
         def run() -> None:
             try:
-                future.set_result(read(entry))
+                future.set_result(read(entries))
             except BaseException as error:  # noqa: BLE001 - raised by `result`
                 future.set_exception(error)
 

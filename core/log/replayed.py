@@ -15,17 +15,29 @@ import xxhash
 from penstock.core.log.steps import NotLoggedError, local_of, tensors_of, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.log.recut import Cut
     from penstock.core.log.steps import LoggedStep
 
 
-def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
+CUT = "cut"
+"""The key of the engine line that differs on ranks that hold other parts of the parameters."""
+
+
+def stored_step(
+    step: LoggedStep, path: str, cut_of: Callable[[Any], Cut] | None = None
+) -> dict[str, Any]:
     """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
+
+    Args:
+        step: The step.
+        path: The path of its optimizer.
+        cut_of: Returns whole shape and regions of a DTensor.
 
     Raises:
         NotLoggedError: A gradient was changed after the step.
@@ -46,7 +58,11 @@ def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
                 flat.setdefault(dtype, []).append(local.reshape(-1))
                 # Fused steps expect the strides of the parameter.
                 stride = [] if local.is_contiguous() else list(local.stride())
-                rows.append([dtype, list(local.shape), stride])
+                row: list[Any] = [dtype, list(local.shape), stride]
+                if local is not grad and cut_of is not None:
+                    shape, regions = cut_of(grad)
+                    row += [list(shape), [[list(r.offsets), list(r.sizes)] for r in regions]]
+                rows.append(row)
             layout.append(rows)
         grads = {
             name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
@@ -79,10 +95,14 @@ def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
         "devices": sorted({_device_name(device) for device in {p.device for p in parameters}}),
         **replayer.engine(optimizer),
     }
+    cut = cut_digest(parameters)
+    return {**engine, CUT: cut} if cut else engine
+
+
+def cut_digest(parameters: Sequence[Any]) -> str:
+    """Return a digest of the parts of DTensors that this rank has; empty if it has only tensors."""
     cuts = [_cut(p) for p in parameters if hasattr(p, "_local_tensor")]
-    if cuts:
-        engine["cut"] = xxhash.xxh3_128_hexdigest(repr(cuts).encode())
-    return engine
+    return xxhash.xxh3_128_hexdigest(repr(cuts).encode()) if cuts else ""
 
 
 def _device_name(device: torch.device) -> str:
@@ -195,7 +215,7 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
     """Cut a gradient off the flat tensors, as the optimizer had it; None without a parameter."""
     import torch  # noqa: PLC0415 - as above
 
-    dtype, shape, stride = row
+    dtype, shape, stride, *_ = row
     count = math.prod(shape)
     local, left[dtype] = left[dtype][:count], left[dtype][count:]
     if parameter is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from penstock.core.errors import (
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.recorder import Recorder
 from penstock.core.log.replay import LogReplay
-from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.log.segments import StoredLog, common_sessions, logs_of, sessions_of
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
 from penstock.core.types import valid_step
@@ -76,6 +77,7 @@ class RunLog:
         self._reader = reader
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
+        self._continues = True  # whether this rank may append to the log that was replayed last
         self.recorder = Recorder(backend, config, registry, workers, room=room)
 
     @property
@@ -106,9 +108,8 @@ class RunLog:
         newest = self._catalog.latest()
         if newest is None or not self.may_log():
             return newest
-        logs = self._logs_after(newest)
-        logged = [log.latest() for log in logs]
-        return newest if None in logged else min((s for s in logged if s), default=newest)
+        whole = [log.entries_to_latest() for log in self._logs_after(newest)]
+        return _last_common(whole, default=newest)
 
     def forget(self, step: int) -> None:
         """Delete the log after `step`, from which training continues."""
@@ -135,6 +136,7 @@ class RunLog:
         if not self.may_log():
             return restore(step)
         self.recorder.flush()
+        self._continues = True
         report, until = self._restore_base(step, restore)
         selected = None if selection is None else selection()
         try:
@@ -151,15 +153,21 @@ class RunLog:
             )  # fmt: skip
         self.recorder.place = self._place()
         left_out = report.missing or report.unexpected or report.cast or report.mismatched
+        session = self._reader.session if self._ranks.place() else secrets.token_hex(8)
         if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
         elif last is not None and not has_log(places_of(self._backend)[0], report.uid):
+            # Segments are numbered by tier, so a new segment could hide one of that tier.
             self.recorder.pause("the log is in a tier that is not the fastest: save first")
+        elif not self._continues:
+            self.recorder.pause("other ranks have logged the steps that were replayed: save first")
         elif last is None:
-            self.recorder.begin_after_restore(report.uid, report.step, state)
+            self.recorder.begin_after_restore(report.uid, report.step, state, session=session)
         else:
             digest = last.header.digest
-            self.recorder.begin_after_restore(report.uid, report.step, state, previous=digest)
+            self.recorder.begin_after_restore(
+                report.uid, report.step, state, session=session, previous=digest
+            )
         return report
 
     @contextlib.contextmanager
@@ -214,7 +222,7 @@ class RunLog:
         if selection is None:
             msg = "objects are renamed"
             raise NotLoggedError(msg)
-        own = self._own_log(report.uid, until)
+        logs, rest_of = self._needed_logs(report.uid, state, until)
         stored: Sequence[ObjectPath] = ()
         if not selection.everything:
             base = self._reader.open(report.step).opened
@@ -223,20 +231,25 @@ class RunLog:
 
         def replay(last: int, moved: Callable[[], None]) -> Sequence[StoredEntry]:
             nonlocal seconds
-            if isinstance(own, PenstockError):
-                raise own
-            chosen = _up_to(own, last, base=report.step, asked=until)
-            if chosen:
+            if isinstance(logs, PenstockError):
+                raise logs
+            chosen = {
+                rank: _up_to(entries, last, base=report.step, asked=until)
+                for rank, entries in logs.items()
+            }
+            if chosen[rest_of]:
                 seconds = self._replay.replay(
-                    state, chosen, selection=selection, stored=stored, moved=moved
+                    state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved
                 )
-            return chosen
+            return chosen[rest_of]
 
-        newest = own[-1].header.step if isinstance(own, list) and own else report.step
+        sessions = []
+        if not isinstance(logs, PenstockError):
+            sessions = common_sessions([sessions_of(entries) for entries in logs.values()])
         if group is None:
-            chosen = replay(newest, lambda: None)
+            chosen = replay(max((s.last for s in sessions), default=report.step), lambda: None)
         else:
-            chosen = replay_together(group, newest, replay)
+            chosen = replay_together(group, report.step, sessions, replay)
         if not chosen:
             return report, None
         times = {**report.seconds, "replay": seconds}
@@ -244,17 +257,34 @@ class RunLog:
         report = replace(report, step=step, replayed_steps=len(chosen), seconds=times)
         return report, chosen[-1]
 
-    def _own_log(self, uid: str, until: int | None) -> list[StoredEntry] | PenstockError:
-        """Return the whole entries of this rank; or an error, for when the other ranks know."""
+    def _needed_logs(
+        self, uid: str, state: Mapping[str, Any], until: int | None
+    ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
+        """Return the whole entries that this rank replays, by the rank that logged them.
+
+        These are its own, if it has the same parts of the parameters as then; else those of all
+        ranks. An error is returned, for when the other ranks know of it.
+
+        Returns:
+            The entries; and the rank whose buffers, random state and the like this rank restores.
+        """
         rank, world_size = self._place()
         try:
-            entries = StoredLog(self._backend, uid, rank).whole(up_to=until)
+            own = StoredLog(self._backend, uid, rank)
+            head = own if own.entries else StoredLog(self._backend, uid, 0)
+            if not head.entries:
+                return {rank: ()}, rank
+            first = head.entries[0]
+            logged = first.header.world_size
+            near = rank if rank < logged else 0
+            same = self._replay.is_cut_as(state, first)
+            needed = [near] if same is None or (same and logged == world_size) else range(logged)
+            logs = [StoredLog(self._backend, uid, number) for number in needed]
+            whole = [log.whole(up_to=until) for log in logs]
         except PenstockError as error:
-            return error
-        logged = entries[0].header.world_size if entries else world_size
-        if logged != world_size:
-            return NotLoggedError(f"{logged} ranks have logged, and {world_size} restore")
-        return entries
+            return error, rank
+        self._continues = logged == world_size and [*needed] == [rank]
+        return dict(zip(needed, whole, strict=True)), near
 
     def _base_of(self, step: int | str) -> int | None:
         """Return the saved step whose log has `step`; None if there is none."""
@@ -296,3 +326,9 @@ def _up_to(
         msg = f"it has no entry of step {last}"
         raise NotLoggedError(msg)
     return chosen
+
+
+def _last_common(logs: Sequence[Sequence[StoredEntry]], *, default: int) -> int:
+    """Return the last step that all logs have in the same session."""
+    common = common_sessions([sessions_of(entries) for entries in logs]) if logs else []
+    return max((session.last for session in common), default=default)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.errors import BlobExistsError, FormatError
 from penstock.core.format.segment import (
     FIRST,
     HEADER_BYTES,
+    NO_SESSION,
     decode_directory,
     decode_header,
     encode_entry,
@@ -23,7 +24,7 @@ from penstock.core.format.segment import (
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
@@ -116,12 +117,62 @@ class StoredLog:
         """The logged steps, ascending."""
         return [entry.header.step for entry in self.entries]
 
+    def entries_to_latest(self) -> list[StoredEntry]:
+        """Return the entries up to the last whole one; reads only the last ones."""
+        latest = self.latest()
+        return [e for e in self.entries if latest is not None and e.header.step <= latest]
+
     def latest(self) -> int | None:
         """Return the step of the last whole entry; reads only the last ones."""
         for entry in reversed(self.entries):
             if entry.is_whole(self._backend):
                 return entry.header.step
         return None
+
+
+class Session(NamedTuple):
+    """The entries of a log that were made between two restores.
+
+    Attributes:
+        name: See `EntryHeader.session`.
+        first: The step of the first entry.
+        last: The step of the last one.
+    """
+
+    name: str
+    first: int
+    last: int
+
+
+def sessions_of(entries: Iterable[StoredEntry]) -> list[Session]:
+    """Return the sessions of consecutive entries, oldest first."""
+    sessions: list[Session] = []
+    for entry in entries:
+        name, step = entry.header.session, entry.header.step
+        if sessions and sessions[-1].name == name:
+            sessions[-1] = sessions[-1]._replace(last=step)
+        else:
+            sessions.append(Session(name, step, step))
+    return sessions
+
+
+def common_sessions(of_ranks: Sequence[Sequence[Session]]) -> list[Session]:
+    """Return what all ranks have of each session.
+
+    A rank may still have entries that the others lost. When all continue from an earlier step, its
+    old entries must not be taken for new ones of the same steps.
+    """
+    common = []
+    for session in of_ranks[0]:
+        same = [
+            other
+            for sessions in of_ranks
+            for other in sessions
+            if (other.name, other.first) == (session.name, session.first)
+        ]
+        if len(same) == len(of_ranks):
+            common.append(session._replace(last=min(other.last for other in same)))
+    return common
 
 
 def logs_of(backend: Backend, base: str) -> list[StoredLog]:
@@ -154,7 +205,14 @@ class SegmentWriter:
     """Appends entries to the log of one checkpoint. For one thread."""
 
     def __init__(
-        self, backend: Backend, base: str, rank: int, world_size: int, *, previous: bytes = FIRST
+        self,
+        backend: Backend,
+        base: str,
+        rank: int,
+        world_size: int,
+        *,
+        session: str = NO_SESSION,
+        previous: bytes = FIRST,
     ) -> None:
         """Prepare to append.
 
@@ -163,12 +221,14 @@ class SegmentWriter:
             base: The uid of the checkpoint.
             rank: The rank.
             world_size: Number of ranks.
+            session: See `EntryHeader`.
             previous: The digest of the entry that the log continues after.
         """
         self._backend = backend
         self._base = base
         self._rank = rank
         self._world_size = world_size
+        self._session = session
         self._previous = previous
         self._writer: BlobWriter | None = None
         self._end = 0
@@ -192,7 +252,7 @@ class SegmentWriter:
             return 0
         header, buffers = encode_entry(
             files, base=self._base, rank=self._rank, world_size=self._world_size, step=step,
-            previous=self._previous,
+            session=self._session, previous=self._previous,
         )  # fmt: skip
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, ref
 
 from penstock.core.errors import PenstockError
@@ -214,6 +214,19 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key not in {"params", "param_names"}}
         for group in optimizer.param_groups
     ]
+
+
+def with_groups(
+    optimizer: Optimizer, groups: list[dict[str, Any]], attributes: Mapping[str, Any]
+) -> Optimizer:
+    """Return an optimizer of the same class with other groups.
+
+    `copy.copy` would leave out attributes.
+    """
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(attributes)
+    made.param_groups = groups
+    return cast("Optimizer", made)
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:

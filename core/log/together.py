@@ -5,9 +5,10 @@ Tested in `tests/integration/log/test_ranks.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.errors import CoordinationError, DamagedError, PenstockError, RankError
+from penstock.core.log.segments import Session, common_sessions
 from penstock.core.log.steps import NotLoggedError
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.session import RankSession
@@ -16,24 +17,30 @@ from penstock.core.rounds.round import RestoreRound
 from penstock.core.rounds.table import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.core.ranks.group import RankGroup
 
 T = TypeVar("T")
+
+_MOST_SESSIONS = 6  # a post has room for these
 
 _NOT_EXACT = "cannot replay its log: "
 """How the cause of a rank begins whose log is at fault, and not its process or the store."""
 
 
 def replay_together(
-    group: RankGroup, last: int, replay: Callable[[int, Callable[[], None]], T]
+    group: RankGroup,
+    base: int,
+    sessions: Sequence[Session],
+    replay: Callable[[int, Callable[[], None]], T],
 ) -> T:
     """Replay on this rank, and wait until all ranks have replayed.
 
     Args:
         group: The ranks.
-        last: The last step that this rank's log has whole, or the step of the base.
+        base: The step of the base.
+        sessions: What this rank's log has whole.
         replay: Replays this rank's log to a step, the last one that all ranks have. Calls its
             second argument after each entry.
 
@@ -46,24 +53,27 @@ def replay_together(
     round_ = RestoreRound(
         group.place, group.next_number(), timeout_s=group.timeout_s, timing=group.timing
     )
-    round_.arrive({"logged": last})
+    own = [list(session) for session in sessions[-_MOST_SESSIONS:]]
+    round_.arrive({"logged": own})
     session = RankSession(group, round_)
     session.start()
     try:
         if group.place.rank == 0:
-            _lead(session, last)
+            _lead(session, base, own)
         return _follow(session, replay)
     finally:
         session.finish()
 
 
-def _lead(session: RankSession[RestoreRound], last: int) -> None:
+def _lead(session: RankSession[RestoreRound], base: int, own: Sequence[Sequence[Any]]) -> None:
     """Choose the step once all ranks are here."""
     while not session.wait_all_here(session.group.timing.rank_poll_s):
         if session.has_news:
             return
     posts = session.tell(lambda round_: dict(round_.others.arrived))
-    until = min([last, *(post["logged"] for post in posts.values())])
+    of_ranks = [own, *(post["logged"] for post in posts.values())]
+    common = common_sessions([[Session(*row) for row in rows] for rows in of_ranks])
+    until = max((s.last for s in common), default=base)
     session.tell(lambda round_: round_.go({"until": until}))
 
 

@@ -5,6 +5,7 @@ Tested in `tests/core/pipeline/test_codec_chain.py`.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -45,7 +46,11 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
     output = _output(codec, replace(context, base=None))
     if output.elementwise:
         count, rest = divmod(context.raw_length, context.itemsize)
-        shape, start = context.shape, context.start // context.itemsize * output.itemsize
+        shape, first = context.shape, context.start // context.itemsize
+        if output.tail:
+            count = max(count, length // output.itemsize)
+            shape = _with_rows(shape, first + count)
+        start = first * output.itemsize
     else:
         count, rest = divmod(length, output.itemsize)
         shape, start = (count,), 0
@@ -66,6 +71,12 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
         raw_length=length,
         base=None,
     )
+
+
+def _with_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """Return `shape` with enough rows for `elements`."""
+    rows, row = (shape[0], math.prod(shape[1:])) if shape else (0, 1)
+    return (max(rows, -(-elements // max(row, 1))), *shape[1:])
 
 
 @contextmanager
@@ -99,7 +110,7 @@ def _is_valid(output: CodecOutput) -> bool:
         and dtype != ""
         and type(output.itemsize) is int
         and output.itemsize > 0
-        and type(output.elementwise) is bool
+        and {type(output.elementwise), type(output.tail)} == {bool}
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -91,6 +92,7 @@ class RestoreTogether(Generic[T]):
         network: The network between hosts, as in `JobReading`.
         told: On rank 0, after `run`: the posts of the others, by rank.
         logged: After `run`: the result of `has_log`.
+        session: After `run`: random digits, the same on all ranks.
     """
 
     group: RankGroup
@@ -108,6 +110,7 @@ class RestoreTogether(Generic[T]):
     network: str | None
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
     logged: bool = field(default=False, init=False)
+    session: str = field(default="", init=False)
     _asked: Mapping[str, Any] = field(init=False)
     _tried: Candidates | None = field(default=None, init=False)
     _chosen: Opened | None = field(default=None, init=False)
@@ -192,6 +195,7 @@ class RestoreTogether(Generic[T]):
         if step is Step.DONE:
             self.told = round_.others.parts
             self.logged = bool(round_.terms["logged"])
+            self.session = str(round_.terms["session"])
             if self.templates is not None:
                 self.templates.end()
             return results[0], tuple(round_.terms["skipped"])
@@ -215,6 +219,7 @@ class RestoreTogether(Generic[T]):
                 "uid": record.uid,
                 "skipped": self._tried.skipped[-_MOST_SKIPPED:],
                 "logged": self.has_log(record.uid),
+                "session": secrets.token_hex(8),
             }
             session.tell(lambda round_: round_.go(terms))
         except Exception as error:  # noqa: BLE001 - raised when all others know

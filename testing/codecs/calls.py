@@ -47,7 +47,8 @@ ELEMENTS = (
 )
 """Tensor dtypes with the bytes of an element; numpy lacks some."""
 
-_COMPRESSIBLE = b"".join(n.to_bytes(4, "little") for n in range(1000))
+# As float32 they are bfloat16 numbers.
+_COMPRESSIBLE = b"".join((n << 16).to_bytes(4, "little") for n in range(1000))
 # By dtype, the bits of exponent and of mantissa.
 _FLOATS = {
     "bfloat16": (8, 7),

@@ -268,6 +268,7 @@ def _output(codec: Codec, context: CodecContext) -> CodecOutput:
     assert type(output.itemsize) is int, f"output has the itemsize {output.itemsize!r}, not an int"
     assert output.itemsize > 0, f"output has the itemsize {output.itemsize}, not at least 1"
     assert type(output.elementwise) is bool, "elementwise must be a bool"
+    assert type(output.tail) is bool, "tail must be a bool"
     size = _SIZES.get(dtype) or _size_in_numpy(dtype)
     assert size is not None, f"output has the unknown dtype {dtype!r}"
     assert size == output.itemsize, f"elements of {dtype} have {size} bytes, not {output.itemsize}"
@@ -287,7 +288,8 @@ def _expect_true(output: CodecOutput, length: int, context: CodecContext) -> Non
         f"encode of {context.dtype} made {length} bytes, not whole elements of "
         f"{output.dtype}, which output declares"
     )
-    assert not output.elementwise or length == count * output.itemsize, (
+    least = count * output.itemsize
+    assert not output.elementwise or length == least or (output.tail and length > least), (
         f"encode of {context.dtype} made {length} bytes of {count} elements, not as many "
         f"elements of {output.dtype}, which output declares by elementwise=True"
     )

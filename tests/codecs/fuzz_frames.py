@@ -19,7 +19,7 @@ from penstock.core.errors import CodecError
 from penstock.core.plugins.registry import Registry
 
 GOLDEN = Path(__file__).parent / "golden"
-CODECS = ("cast", "delta", "floatsplit", "log8", "lz4", "zstd")
+CODECS = ("cast", "delta", "factor", "floatsplit", "log8", "lz4", "zstd")
 _LARGEST_BYTES = 200_000  # a larger chunk takes milliseconds, and finds nothing new
 _MOST_CHANGES = 12
 _HEAD_BYTES = 64

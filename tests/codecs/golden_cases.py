@@ -162,7 +162,7 @@ def cases() -> dict[str, Case]:
             found[f"{name}-{number}-one"] = Case(codecs, lambda: b"\x07")
             # More than one of the pieces into which both codecs cut large chunks.
             found[f"{name}-{number}-pieces"] = Case(codecs, lambda: bytes((4 << 20) + 5) + text(50))
-    return found | _of_floatsplit() | _of_lossy() | _of_delta()
+    return found | _of_floatsplit() | _of_factor() | _of_lossy() | _of_delta()
 
 
 def _of_floatsplit() -> dict[str, Case]:
@@ -205,6 +205,34 @@ def _of_floatsplit() -> dict[str, Case]:
     )
     found["floatsplit-zstd-declined"] = Case(
         both, lambda: text(5000), "int8", 1, (50, 100), declined=(0,)
+    )
+    return found
+
+
+def products(elements: int, factor: int) -> bytes:
+    """Return bfloat16 numbers times a float32, given by its bits, and some other elements."""
+    tops = np.frombuffer(floats("bfloat16", 1, elements), "<u2").astype("<u4") << np.uint32(16)
+    few = tops & np.uint32(0x7F80_0000)
+    numbers = np.where(few == 0x7F80_0000, np.uint32(0), tops).view("<f4")
+    raw = bytearray((numbers * np.uint32(factor).view("<f4")).tobytes())
+    raw[20 : 20 + 14 * 4] = _rare(4, 23)
+    raw[-2000:-1600] = noise("products", 400).tobytes()
+    return bytes(raw)
+
+
+def _of_factor() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for name, factor in (("one", 0x3F80_0000), ("some", 0x3E9A_BCDE), ("most", 0x3FFF_FFFF)):
+        found[f"factor-{name}"] = Case(
+            (("factor", {}),), lambda f=factor: products(3001, f), "float32", 4
+        )
+    found["factor-blocks"] = Case(
+        (("factor", {}),), lambda: products(70_001, 0x3E9A_BCDE), "float32", 4
+    )
+    both = (("factor", {}), ("floatsplit", {}))
+    found["factor-floatsplit"] = Case(both, lambda: products(9000, 0x3E9A_BCDE), "float32", 4)
+    found["factor-declined"] = Case(
+        both, lambda: floats("float32", 40, 64), "float32", 4, (40, 64), declined=(0,)
     )
     return found
 

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.codecs.cast import CastCodec, CastConfig
 from penstock.codecs.delta import DeltaCodec, DeltaConfig
+from penstock.codecs.factor import FactorCodec
 from penstock.codecs.floatsplit import FloatsplitCodec, FloatsplitConfig
 from penstock.codecs.log8 import Log8Codec
 from penstock.codecs.lz4 import Lz4Codec, Lz4Config
@@ -19,6 +20,7 @@ CODECS = {
     "zstd-fast": lambda: ZstdCodec(ZstdConfig(level=-50)),
     "zstd-small": lambda: ZstdCodec(ZstdConfig(level=13)),
     "delta": lambda: DeltaCodec(DeltaConfig()),
+    "factor": lambda: FactorCodec(PluginConfig()),
     "floatsplit": lambda: FloatsplitCodec(FloatsplitConfig()),
     "lz4": lambda: Lz4Codec(Lz4Config()),
     "lz4-accelerated": lambda: Lz4Codec(Lz4Config(acceleration=32)),

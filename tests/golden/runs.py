@@ -135,6 +135,19 @@ def positive(step: int) -> dict[str, Any]:
     return {"m": numbers(64, 64, step=step), "v": numbers(64, 64, step=step).square()}
 
 
+def clipped(step: int) -> dict[str, Any]:
+    """Gradients times a coefficient, which `factor` finds, and others, which it declines."""
+    gradients = noise(60, 700).bfloat16().float() * 0.3
+    gradients[::7, 13] = noise(9)
+    gradients[5, :4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+    tensors = {
+        "g": gradients,
+        "plain": numbers(60, 70, step=step),
+        "half": noise(60, 70).bfloat16(),
+    }
+    return {name: {n: t.clone() for n, t in tensors.items()} for name in ("alone", "two")}
+
+
 def many(step: int) -> dict[str, Any]:
     """More objects than fit in a section of a manifest."""
     return {"model": {f"p{n}": numbers(3, step=n) for n in range(2100)}, "epoch": step}
@@ -267,6 +280,10 @@ LOSSY = [
     {"match": "m", "codecs": [{"type": "cast", "to": "bfloat16"}]},
     {"match": "v", "codecs": ["log8", "zstd"]},
 ]
+FACTOR = [
+    {"match": "alone/**", "codecs": ["factor"]},
+    {"match": "two/**", "codecs": ["factor", "floatsplit"]},
+]
 RUNS = {
     "one": Run(one, options={"rules": [{"match": "large", "codecs": ["zstd"]}]}),
     "ranks": Run(of_all, ranks=4),
@@ -285,6 +302,7 @@ RUNS = {
         ),
     ),
     "share": Run(still, (1, 2, 3), (1, 2, 3), {"share": True}),
+    "factor": Run(clipped, options={"rules": FACTOR}),
     "derived": Run(mixed, (1, 2), (1, 2), {"share": True, "rules": ZSTD}),
     "lossy": Run(positive, options={"rules": LOSSY}, lossy=True),
     "tiers": Run(moving, (1, 2), (1, 2), tiers=True),

@@ -284,6 +284,7 @@ def test_an_impossible_output_breaches_the_contract():
         CodecOutput("uint16", True),
         CodecOutput(np.dtype("f4"), 4),
         CodecOutput("uint16", 2, elementwise=1),
+        CodecOutput("uint16", 2, tail=1),
     ]:
         for place in [0, 1]:
             codecs = [_Says(lambda context, output=output: output), _Recording()]
@@ -297,6 +298,27 @@ def test_an_impossible_output_breaches_the_contract():
 def test_output_of_partial_elements_breaches_the_contract(output):
     with pytest.raises(CodecError, match=r"recording claims to make .* wrote 41 bytes"):
         _encode(CodecChain([_Says(lambda context: output), _zstd()]), bytes(40))
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "seen"),
+    [((5, 4), 0, (11, 4)), ((5, 4), 40, (13, 4)), ((10,), 0, (41,)), ((), 0, (41,)),
+     ((50, 2, 2), 0, (50, 2, 2))],
+)  # fmt: skip
+def test_elements_after_those_of_the_chunk_are_further_rows(shape, start, seen):
+    one, after = _Says(lambda _: CodecOutput("uint8", 1, elementwise=True, tail=True)), _Recording()
+    context = CodecContext("float32", 4, shape, start, 40)
+    frame = CodecChain([one, after]).encode(
+        memoryview(bytes(40)), memoryview(bytearray(100)), context=context
+    )
+    assert frame.lengths == (41,)
+    assert after.contexts == [CodecContext("uint8", 1, seen, start // 4, 41)]
+
+
+def test_fewer_elements_than_the_chunk_has_breach_the_contract_with_a_tail_too():
+    says = _Says(lambda _: CodecOutput("uint64", 8, elementwise=True, tail=True))
+    with pytest.raises(CodecError, match=r"claims to make 10 elements .* wrote 41 bytes"):
+        _encode(CodecChain([says, _zstd()]), bytes(40))
 
 
 @pytest.mark.parametrize("length", [0, 198, 202, 400])

@@ -2,7 +2,10 @@
 
 import importlib
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -429,3 +432,24 @@ def test_what_no_optimizer_changes_is_restored_alone(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore(other.state, include=["rng", "scheduler"]).replayed_steps == 6
     assert other.scheduler.last_epoch == training.scheduler.last_epoch
+
+
+OTHER_CPU = """
+import sys, torch, penstock
+from tests.integration.log.trainings import Training
+
+training = Training("AdamW foreach", seed=5)
+with penstock.Checkpointer(sys.argv[1]) as ckpt:
+    report = ckpt.restore(training.state)
+print(torch.backends.cpu.get_cpu_capability(), report.step, report.replayed_steps)
+"""
+
+
+@pytest.mark.process
+def test_other_cpu_instructions_end_the_restore_at_the_base(tmp_path):
+    save_and_log(tmp_path, Training("AdamW foreach"))
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-c", OTHER_CPU, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["DEFAULT", "3", "0"]
+    assert f"cpu {torch.backends.cpu.get_cpu_capability()}, now DEFAULT" in done.stderr
