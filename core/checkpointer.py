@@ -170,6 +170,7 @@ class Checkpointer:
             TimeLimitedBackend(store, self._workers, config.io_timeout_s, limit_writes=True),
             self._reader,
             config=config, registry=registry, workers=self._workers, ranks=self._ranks,
+            room=None if self._drains is None else self._drains.room,
         )  # fmt: skip
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
         limit_s = min(config.io_timeout_s, self._workers.timing.opening_s)
@@ -308,8 +309,7 @@ class Checkpointer:
             Whether the step will be logged.
 
         Raises:
-            ConfigError: The step is not above the last one; or the run has tiers, where steps
-                cannot be logged yet.
+            ConfigError: The step is not above the last one.
             UnsupportedStateError: Something in the tree cannot be stored; names its path.
         """
         self._check_may_save()

@@ -30,6 +30,7 @@ from penstock.core.catalog.survey import (
 from penstock.core.concurrency.processes import is_over
 from penstock.core.errors import BlobNotFoundError, DamagedError
 from penstock.core.format.records import data_prefix, index_name, intent_name
+from penstock.core.format.segment import base_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -202,8 +203,13 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
             break
         steps = [survey.latest for survey in surveys if survey.latest is not None]
         latest = max(steps, default=None)
+        newest = {r.uid for s in surveys for r in s.records.values() if r.step == latest}
+        # The tier with its log may have evicted it.
+        data = [blob for s in surveys for uid in newest for blob in s.data.get(uid, ())]
+        logged = {uid for blob in data if (uid := base_of(blob.name)) is not None}
+        kept = replace(how, keep=how.keep | logged, latest=latest)
         found = [
-            _prune_one(place, replace(how, lent=frozenset(lent), latest=latest))
+            _prune_one(place, replace(kept, lent=frozenset(lent)))
             for place, lent in zip(places, _lent_to_others(places, surveys, how), strict=True)
         ]
         reports += found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from penstock.core.format.records import is_uid
+from penstock.core.format.records import data_uid, is_uid
 from penstock.core.format.strict_json import check_list, dump_json, load_json, refuse
 from penstock.core.limits import MAX_INT
 from penstock.core.types import PAGE_BYTES, align_up
@@ -194,6 +194,12 @@ def segment_number(name: str) -> int:
     """Return the number in the name of a segment; -1 for other names."""
     number = name.removesuffix(".log").rpartition("-")[2]
     return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def base_of(name: str) -> str | None:
+    """Return the uid of the checkpoint that a segment continues; None for other names."""
+    uid = data_uid(name)
+    return uid if uid is not None and name.startswith(log_prefix(uid)) else None
 
 
 def log_prefix(base: str, rank: int | None = None) -> str:

@@ -13,6 +13,7 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import ByteSource, StateObject
+from penstock.core.catalog.survey import places_of
 from penstock.core.config.model import load_config
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from penstock.core.log.recut import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
+    from penstock.core.tiers.room import TierRoom
     from penstock.core.tree.describe import Description
     from penstock.core.types import ObjectPath
 
@@ -120,10 +122,17 @@ class Recorder:
     """
 
     def __init__(
-        self, backend: Backend, config: CheckpointerConfig, registry: Registry, workers: Workers
+        self,
+        backend: Backend,
+        config: CheckpointerConfig,
+        registry: Registry,
+        workers: Workers,
+        *,
+        room: TierRoom | None = None,
     ) -> None:
-        """Prepare; nothing is watched before `begin`."""
+        """Prepare; nothing is watched before `begin`. See `RunLog` for `room`."""
         self._backend = backend
+        self._room = room
         self._config = config
         self._registry = registry
         self._workers = workers
@@ -282,11 +291,16 @@ class Recorder:
         if self._writing is not None:
             self._writing.flush()
 
+    def make_room(self, entry_bytes: int) -> None:
+        """Make room for the entries of all ranks, if there are tiers."""
+        rank, world_size = self.place
+        if self._room is not None and rank == 0:
+            self._room.make_room_for_log(entry_bytes * world_size)
+
     def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
-        return SegmentWriter(
-            self._backend, uid, rank, world_size, session=session, previous=previous
-        )
+        fastest = places_of(self._backend)[0]
+        return SegmentWriter(fastest, uid, rank, world_size, session=session, previous=previous)
 
     def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
         self._logs = [*self._logs, begun]
@@ -507,6 +521,7 @@ class _Writing:
 
     def _append(self, entry: _Entry, writers: Sequence[SegmentWriter]) -> None:
         files = self._encode(entry)
+        self._recorder.make_room(sum(map(len, files.values())) * len(writers))
         for writer in writers:
             writer.append(entry.step, files, sync_every=1)
 

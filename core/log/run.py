@@ -11,6 +11,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.catalog.survey import places_of
 from penstock.core.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import RestoreReport, VerifyReport
     from penstock.core.restore.checkpoint import Checkpoint
     from penstock.core.save.job import SaveJob
+    from penstock.core.tiers.room import TierRoom
     from penstock.core.tree.select import Selection
     from penstock.core.types import ObjectPath
 
@@ -66,6 +68,7 @@ class RunLog:
         registry: Registry,
         workers: Workers,
         ranks: RanksOfJob,
+        room: TierRoom | None = None,
     ) -> None:
         """Prepare; nothing is read or watched yet.
 
@@ -76,25 +79,26 @@ class RunLog:
             registry: Finds providers, codecs and replayers.
             workers: The threads.
             ranks: The ranks that train together.
+            room: Makes room in the fastest tier; None without tiers.
         """
         self._backend = backend
         self._reader = reader
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
         self._continues = True  # whether this rank may append to the log that was replayed last
-        self.recorder = Recorder(backend, config, registry, workers)
+        self.recorder = Recorder(backend, config, registry, workers, room=room)
 
     @property
     def _catalog(self) -> Catalog:
         return self._reader.catalog
 
     def may_log(self) -> bool:
-        """Return whether steps of this run can be logged: not with tiers."""
+        """Return whether steps of this run can be logged."""
         try:
             self._ranks.place()
         except ConfigError:  # several ranks that do not find each other
             return False
-        return not self._backend.tiers
+        return True
 
     def begin_after_save(self, job: SaveJob, state: Mapping[str, Any]) -> None:
         """Log what follows a save."""
@@ -107,9 +111,6 @@ class RunLog:
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
-        if not self.may_log():
-            msg = "a run with tiers cannot log steps yet"
-            raise ConfigError(msg)
         return self.recorder.log(state, step)
 
     def latest(self) -> int | None:
@@ -185,6 +186,9 @@ class RunLog:
         session = self._reader.session if self._ranks.place() else secrets.token_hex(8)
         if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
+        elif last is not None and not has_log(places_of(self._backend)[0], report.uid):
+            # Segments are numbered by tier, so a new segment could hide one of that tier.
+            self.recorder.pause("the log is in a tier that is not the fastest: save first")
         elif not self._continues:
             self.recorder.pause("other ranks have logged the steps that were replayed: save first")
         elif last is None:

@@ -55,7 +55,7 @@ def copy_log(
         StorageError: A store failed; what was copied continues the target's log or is unused.
     """
     if source.tiers or target.tiers:
-        reason = "a run with tiers has no log" if log_bytes(source, base) else ""
+        reason = "the log of a run with tiers is not copied" if log_bytes(source, base) else ""
         return CopiedLog(left_out=reason)
     done = CopiedLog()
     for log in logs_of(source, base):

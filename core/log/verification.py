@@ -37,8 +37,6 @@ def with_log(checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
     Raises:
         CheckpointGoneError: The checkpoint was deleted meanwhile.
     """
-    if checkpoint.backend.tiers:
-        return report
     began = time.monotonic()
     found = _Verification(checkpoint, deep=report.deep)
     found.run()

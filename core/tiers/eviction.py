@@ -5,6 +5,9 @@ truncated or damaged since then. So before a copy is deleted, eviction compares 
 lengths of the later copy with its manifest. It also reads all of the later copy, unless this
 process wrote it.
 
+An eviction leaves the checkpoint's log: the log of the newest checkpoint is only here, and may
+begin at any moment. It is deleted once a later step is saved.
+
 Tested in `tests/core/tiers/test_drains.py`.
 """
 
@@ -12,21 +15,30 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
+from penstock.core.abc import DelegatingBackend
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import is_whole
 from penstock.core.copy.confirmation import has_all_data
 from penstock.core.errors import CheckpointGoneError, DamagedError, FormatError, StorageError
-from penstock.core.format.records import commit_name
+from penstock.core.format.records import (
+    COMMIT_PREFIX,
+    DATA_PREFIX,
+    commit_name,
+    parse_commit_name,
+)
+from penstock.core.format.segment import HEADER_BYTES, base_of, decode_header
 from penstock.core.tiers.whereabouts import by_age, is_marked
+from penstock.core.types import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.format.records import CommitRecord
+    from penstock.core.types import BlobInfo
 
 log = logging.getLogger("penstock")
 
@@ -84,6 +96,9 @@ class Eviction:
             return True
         candidates = self._evictable(number, by_age(backend), verify)
         while True:
+            self._delete_old_logs(number)
+            if fits():
+                return True
             try:
                 record = next(candidates, None)
             except StorageError as error:
@@ -92,11 +107,11 @@ class Eviction:
             if record is None:
                 return False
             self.evict(number, record)
-            if fits():
-                return True
 
     def trim(self, number: int, *, verify: Verify) -> None:
         """Evict checkpoints that a later tier has, except the `keep_last` newest in this tier.
+
+        Also deletes logs that these left.
 
         Raises:
             StorageError: A tier does not answer.
@@ -107,9 +122,10 @@ class Eviction:
         here = by_age(self._tiers[number].backend)
         for record in self._evictable(number, here[: max(len(here) - keep, 0)], verify):
             self.evict(number, record)
+        self._delete_old_logs(number)
 
     def evict(self, number: int, record: CommitRecord, *, unreadable: bool = False) -> None:
-        """Delete one tier's copy: its record first, durably, then its data.
+        """Delete one tier's copy, but not its log: its record first, durably, then its data.
 
         Deletes nothing if the tier's record of that name has another uid or, with `unreadable`, is
         readable: another save has then published the record in the meantime.
@@ -117,7 +133,8 @@ class Eviction:
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
         self._carry_notes(number, record)
-        delete_records(tier.backend, [name], uids={name: None if unreadable else record.uid})
+        uids = {name: None if unreadable else record.uid}
+        delete_records(_WithoutLogs(tier.backend), [name], uids=uids)
         self._verified.discard((number, record.uid))
         log.debug("evicted step %d from tier %s", record.step, tier.name)
 
@@ -141,6 +158,28 @@ class Eviction:
             # repair of another tier may set the mark in the meantime, to keep this copy.
             if self._is_elsewhere(number, record, verify) and not is_marked(backend, record.uid):
                 yield record
+
+    def _delete_old_logs(self, number: int) -> None:
+        """Delete each log in a tier that lacks its checkpoint, if a later step is saved."""
+        backend = self._tiers[number].backend
+        logs: dict[str, list[BlobInfo]] = {}
+        for info in backend.list(DATA_PREFIX):
+            if (base := base_of(info.name)) is not None:
+                logs.setdefault(base, []).append(info)
+        here = {record.uid for record in by_age(backend)} if logs else set()
+        for segments in (logs[base] for base in logs.keys() - here):
+            first = _first_step(backend, segments[0])
+            if first is not None and self._is_saved_since(number, first - 1):
+                backend.delete([info.name for info in segments])
+
+    def _is_saved_since(self, number: int, step: int) -> bool:
+        """Return whether a tier lists a later step. Asks tier `number` first."""
+        for tier in (self._tiers[number], *self._tiers):
+            with suppress(StorageError):
+                parsed = [parse_commit_name(info.name) for info in tier.backend.list(COMMIT_PREFIX)]
+                if any(found and found[0] > step for found in parsed):
+                    return True
+        return False
 
     def _is_elsewhere(self, number: int, record: CommitRecord, verify: Verify) -> bool:
         """Return whether a tier after `number` has a verified copy."""
@@ -178,6 +217,27 @@ class Eviction:
             str(error),
         )
         self._on_damage(record, number, later)
+
+
+class _WithoutLogs(DelegatingBackend):
+    """Hides the segments of logs from a deletion."""
+
+    name: ClassVar[str] = "without logs"
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        return [info for info in super().list(prefix) if base_of(info.name) is None]
+
+
+def _first_step(backend: Backend, segment: BlobInfo) -> int | None:
+    """Return the first step of a segment; None if it has no readable entry."""
+    if segment.size_bytes < HEADER_BYTES:
+        return None
+    data = bytearray(HEADER_BYTES)
+    with suppress(FormatError, StorageError):
+        backend.read([ReadRequest(segment.name, 0, memoryview(data))])
+        header = decode_header(bytes(data), segment.name)
+        return None if header is None else header.step
+    return None
 
 
 def _check_data(backend: Backend, record: CommitRecord) -> None:

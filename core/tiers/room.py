@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ class TierRoom:
         self._timing = timing
         self._tidy = tidy
         self._rests: dict[int, Deadline] = {}  # tiers to leave alone; single operations are atomic
+        self._next_log_room = Deadline(0.0)  # over when room is made for a log again
         self._next_warning = Deadline(0.0)  # over when a save past a tier is logged again
 
     def away(self) -> list[str]:
@@ -134,6 +136,16 @@ class TierRoom:
                 logged = True
             wait()
             time.sleep(self._timing.tier_full_poll_s)
+
+    def make_room_for_log(self, need_bytes: int) -> None:
+        """Evict from the fastest tier until `need_bytes` fit there, if that is possible."""
+        if not self._next_log_room.is_over():
+            return
+        with suppress(StorageError):  # the append itself fails, and names the reason
+            if self._has_room(0, need_bytes):
+                return
+        # A log appends after each step, and a tier that cannot evict reads all its records.
+        self._next_log_room = Deadline(self._timing.tier_full_poll_s, self._timing.clock)
 
     def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
         """Warn that a save bypasses faster tiers, at most once per `repeat_log_s`."""

@@ -143,7 +143,7 @@ def ls(
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         newest = records[-1] if shown and shown[-1].record in records[-1:] else None
-        logged, log_error = (None, "") if newest is None or tiered else _logged(backend, newest)
+        logged, log_error = (None, "") if newest is None else _logged(backend, newest)
         if as_json:
             found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]

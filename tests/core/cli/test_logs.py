@@ -320,7 +320,7 @@ def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp
     assert "its log is not all copied: codecs of the copy may round values" in done.out
     tiers = f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable"
     done = call("copy", logged, tiers)
-    assert "its log is not all copied: a run with tiers has no log" in done.out
+    assert "its log is not all copied: the log of a run with tiers is not copied" in done.out
     assert len([*tmp_path.glob("*/data/*/log/*")]) == 3  # of the two runs
 
 
