@@ -205,9 +205,8 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
         latest = max(steps, default=None)
         newest = {r.uid for s in surveys for r in s.records.values() if r.step == latest}
         # The tier with its log may have evicted it.
-        data = [blob for s in surveys for uid in newest for blob in s.data.get(uid, ())]
-        logged = {uid for blob in data if (uid := base_of(blob.name)) is not None}
-        kept = replace(how, keep=how.keep | logged, latest=latest)
+        logs = {base_of(b.name) for s in surveys for uid in newest for b in s.data.get(uid, ())}
+        kept = replace(how, keep=how.keep | (newest & logs), latest=latest)
         found = [
             _prune_one(place, replace(kept, lent=frozenset(lent)))
             for place, lent in zip(places, _lent_to_others(places, surveys, how), strict=True)
