@@ -84,31 +84,31 @@ def recut(
     }
 
 
-class _Piece(NamedTuple):
+class _LoggedPiece(NamedTuple):
     dtype: str
     shape: tuple[int, ...]  # of the whole gradient
     region: Region
     elements: torch.Tensor
 
 
-def _pieces(step: Mapping[str, Any]) -> Iterator[list[_Piece]]:
+def _pieces(step: Mapping[str, Any]) -> Iterator[list[_LoggedPiece]]:
     """Yield, for each parameter, the pieces of its gradient that a rank logged."""
     left = dict(step["grads"])
     for row in (row for group in step["layout"] for row in group):
-        pieces: list[_Piece] = []
+        pieces: list[_LoggedPiece] = []
         if row is not None:
             dtype, local, _, *cut = row
             shape, regions = cut or (local, [[[0] * len(local), local]])
             for offsets, sizes in regions:
                 count = math.prod(sizes)
                 data, left[dtype] = left[dtype][:count], left[dtype][count:]
-                piece = _Piece(dtype, tuple(shape), Region(offsets, sizes), data.reshape(sizes))
+                piece = _LoggedPiece(dtype, tuple(shape), Region(offsets, sizes), data.reshape(sizes))
                 pieces.append(piece)
         yield pieces
 
 
 def _assemble(
-    held: Sequence[_Piece],
+    held: Sequence[_LoggedPiece],
     shape: tuple[int, ...],
     regions: Sequence[Region],
 ) -> tuple[str, torch.Tensor]:
