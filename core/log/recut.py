@@ -102,7 +102,9 @@ def _pieces(step: Mapping[str, Any]) -> Iterator[list[_LoggedPiece]]:
             for offsets, sizes in regions:
                 count = math.prod(sizes)
                 data, left[dtype] = left[dtype][:count], left[dtype][count:]
-                piece = _LoggedPiece(dtype, tuple(shape), Region(offsets, sizes), data.reshape(sizes))
+                piece = _LoggedPiece(
+                    dtype, tuple(shape), Region(offsets, sizes), data.reshape(sizes)
+                )
                 pieces.append(piece)
         yield pieces
 
