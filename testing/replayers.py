@@ -456,7 +456,7 @@ def _all_bits(model: nn.Module, optimizer: Optimizer) -> object:
     return _bits({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def _bits(value: object) -> Any:
+def _bits(value: Any) -> Any:
     """Return a copy of nested values, with the dtype, shape and bytes of each tensor."""
     if hasattr(value, "__tensor_flatten__") and not hasattr(value, "_local_tensor"):
         parts, facts = value.__tensor_flatten__()  # a quantized tensor

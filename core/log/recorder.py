@@ -148,7 +148,7 @@ class Recorder:
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
         self._at_base: dict[int, tuple[int, object]] = {}  # version and storage, by address
         self._rounded = self._warned = ""  # why no log follows the last save; what a warning named
-        self.place = 0, 1
+        self.place: tuple[int, int] = 0, 1
         """The rank and the number of ranks."""
         self._refuted = ""  # why no step of this process can be replayed
         self.ended = "no checkpoint was saved or restored yet"

@@ -7,6 +7,7 @@ another thread would change the dict that torch iterates over.
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ def _install(register: str, call: Callable[..., None]) -> None:
         if call in _installed:
             return
         from torch._compile import _disable_dynamo  # noqa: PLC0415 - torch is loaded only to save
-        from torch.optim import optimizer  # noqa: PLC0415 - as above
 
+        optimizer = importlib.import_module("torch.optim.optimizer")
         # torch.compile would trace the hook into the step that it compiles. Unlike
         # `torch.compiler.disable`, which takes seconds, this imports dynamo only at the first step;
         # creating the optimizer has imported it by then.

@@ -85,13 +85,12 @@ def test_ls_shows_the_step_that_all_ranks_have(call, tmp_path):
     assert shown["is_cut"]
 
 
-def test_ls_and_show_list_the_checkpoint_if_its_log_is_foreign(call, logged):
+def test_ls_and_show_ignore_a_foreign_log(call, logged):
     (path,) = segments(logged)
     shutil.copy(segments(logged, 0)[0], path)
     done = call("ls", logged)
-    assert (done.code, "the log of step 3 cannot be read" in done.out) == (0, True)
-    done = call("show", logged)
-    assert (done.code, "the log cannot be read: " in done.out) == (0, True)
+    assert (done.code, "is logged" in done.out) == (0, False)
+    assert call("show", logged).code == 0
 
 
 def test_show_has_the_figures_of_the_log_and_what_decides_its_bits(call, logged):
@@ -256,10 +255,10 @@ def test_copies_of_all_steps_have_their_logs(call, logged, tmp_path):
 def test_same_copy_again_copies_only_later_entries(call, logged, tmp_path):
     target = tmp_path / "copy"
     call("copy", logged, target)
-    before = [path.stat() for path in segments(target)]
+    before = [path.stat().st_mtime_ns for path in segments(target)]
     done = call("copy", logged, target)
     assert (done.code, "log" in done.out) == (0, False)
-    assert [path.stat() for path in segments(target)] == before
+    assert [path.stat().st_mtime_ns for path in segments(target)] == before
     train(logged, END + 1)
     done = call("copy", logged, target)
     assert "already there\n1 entry of its log copied\n" in done.out

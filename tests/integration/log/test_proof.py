@@ -10,6 +10,7 @@ from penstock.core.abc import API_VERSION, Replayer, Unit
 from penstock.core.log import proof
 from penstock.core.log.steps import attributes_of
 from penstock.core.plugins.registry import Registry
+from penstock.providers.replayer import TorchReplayer
 
 
 class Drifting(optim.Optimizer):
@@ -156,7 +157,6 @@ def test_replayer_that_fails_in_training_ends_the_log_only(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_optimizers_of_torch_pass(tmp_path, kind, caplog, monkeypatch):
-    monkeypatch.setattr(proof, "_PARAMETER_BYTES", 2000)  # not all parameters
     checked = []
     check = proof.Proof.check
 
@@ -172,9 +172,16 @@ def test_optimizers_of_torch_pass(tmp_path, kind, caplog, monkeypatch):
             training.step()
             assert ckpt.log(training.state, step)
         bits = training.bits()
-    assert checked == [1, 1]
+    assert checked == [6, 6]
     assert not caplog.text.count("ends")
     other = Training(kind, "clip in its own hook", seed=4)
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.restore(other.state)
     assert equal(bits, other.bits())
+
+
+def test_proof_copies_at_most_16_mib_of_parameters():
+    parameters = [nn.Parameter(torch.zeros(3 << 20)) for _ in range(2)]
+    optimizer = optim.SGD(parameters, 0.1)
+    begun = proof.begin_proof(optimizer, TorchReplayer(), vars(optimizer))
+    assert begun.chosen == {0}
