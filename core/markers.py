@@ -299,7 +299,8 @@ class Streamed:
             shape = (-1,)
         if min(shape, default=0) < 0:
             msg = (
-                f"penstock.Streamed has shape={self.shape!r}: it must be whole numbers, at least 0"
+                f"penstock.Streamed has shape={self.shape!r}: each dimension must be an integer, "
+                "at least 0"
             )
             raise UnsupportedStateError(msg)
         object.__setattr__(self, "shape", shape)

@@ -192,7 +192,7 @@ def _short_requests(demand: Demand) -> int:
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return the stripe size with which half of the bytes in flight cover a writer's OSTs."""
+    """Return a stripe size: half of a writer's bytes in flight fill one stripe on each OST."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

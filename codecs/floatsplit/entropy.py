@@ -116,7 +116,10 @@ def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> No
         _decode_sparse(source, plane)
         return
     if not unused or source.size != packed_size(plane.size, unused):
-        msg = f"floatsplit: a plane of {plane.size} bytes has {source.size} stored bytes"
+        msg = (
+            f"floatsplit: {source.size} is a wrong number of stored bytes for a plane of "
+            f"{plane.size} bytes"
+        )
         raise CodecError(msg)
     unpack(source, unused, plane)
 

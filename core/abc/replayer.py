@@ -88,7 +88,7 @@ class Replayer(ABC):
         return {}
 
     def step(self, optimizer: Any, captured: Mapping[str, Any], /) -> None:
-        """Take a step again: the gradients and the options of the groups are set.
+        """Repeat a step. Gradients, state and the options of the groups are set already.
 
         Args:
             optimizer: The optimizer, whose hooks are off. It may be a copy with fewer parameters.

@@ -548,7 +548,7 @@ def _parse(suffix: str, text: str) -> object:
         return json.loads(text)
     if suffix in {".yaml", ".yml"}:
         return _parse_yaml(text)
-    msg = f"its name ends in {suffix or 'nothing'}; .toml, .yaml, .yml and .json are known"
+    msg = f"its name ends in {suffix or 'nothing'}: use .toml, .yaml, .yml or .json"
     raise ValueError(msg)
 
 

@@ -150,8 +150,9 @@ def check_uid_is_free(place: Backend, record: CommitRecord) -> None:
 def retract(target: Backend, record: CommitRecord) -> None:
     """Delete the target's record of a checkpoint that was deleted while it was copied.
 
-    A deletion deletes the intent before the data, and checks for late copies only for a while. So a
-    record without an intent was published after a deletion.
+    A committed checkpoint keeps its intent. A deletion deletes the intent before the data, and
+    checks for late copies only for a while. So a commit record without an intent was published
+    after the deletion.
 
     Raises:
         StorageError: The target does not answer.

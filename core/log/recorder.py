@@ -313,8 +313,9 @@ class Recorder:
             claimed = storages_of(optimizers)
             modules = values_of(state, self._registry, "module").values()
             frozen = [p for module in modules for p in module.parameters()]
+            # Holding the memory keeps its address from other tensors; those who never log need not.
             self._at_base = {
-                address: (version_of(p), p.untyped_storage())
+                address: (version_of(p), p.untyped_storage() if self._watch.keeps else None)
                 for p in map(local_of, frozen)
                 if (address := address_of(p)) and address not in claimed
             }

@@ -58,7 +58,7 @@ def recut(
                 msg = f"the ranks have logged different {key} of {first['optimizer']}"
                 raise NotLoggedError(msg)
         if [len(group) for group in step["layout"]] != [len(group) for group in parameters]:
-            msg = f"{first['optimizer']} has other groups of parameters than the log"
+            msg = f"the parameter groups of {first['optimizer']} differ from those in the log"
             raise NotLoggedError(msg)
     pieces = [[*_pieces(step)] for step in steps]
     layout: list[list[Any]] = []

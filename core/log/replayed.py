@@ -153,7 +153,7 @@ def take_again(
         raise NotLoggedError(msg)
     layout, groups = stored["layout"], optimizer.param_groups
     if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
-        msg = f"{name} has other groups of parameters than the log"
+        msg = f"the parameter groups of {name} differ from those in the log"
         raise NotLoggedError(msg)
     if chosen is not None and not any(id(p) in chosen for g in groups for p in g["params"]):
         return

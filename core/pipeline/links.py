@@ -83,7 +83,7 @@ def _with_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Turn an error of `codec` into a CodecError, except PenstockError and `passing`."""
+    """Convert errors that `codec` raises to CodecError; PenstockError and `passing` propagate."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield

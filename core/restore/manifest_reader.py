@@ -178,7 +178,7 @@ class ManifestReader:
     # -- the index ---------------------------------------------------------------------------------
 
     def index(self, backend: Backend) -> IndexReader:
-        """Return a reader of the index on one tier; its head is read and verified."""
+        """Return a reader of one tier's index; it has read and verified the head."""
         index = self.record.index
         if id(backend) not in self._indexes:
             self._indexes[id(backend)] = IndexReader(

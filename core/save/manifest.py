@@ -515,7 +515,7 @@ def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
                 refs[item] = longer[item] = list(refs[item])
                 ends[item] = first.get(item, 0) + sum(longer[item][2:])
             if not refs[item] or piece.start != ends[item]:
-                msg = f"the plan does not continue at byte {piece.start} of item {item}"
+                msg = f"the plan has a gap or an overlap at byte {piece.start} of item {item}"
                 raise SaveError(msg)
             longer[item] += (number, piece.at, length)
             ends[item] = piece.stop

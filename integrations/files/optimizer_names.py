@@ -51,7 +51,10 @@ def named(tree: dict[str, Any], source: str, *, is_ordered: bool) -> dict[str, A
 
     result = {key: renamed(value) for key, value in tree.items()}
     if not count:
-        msg = f"names_from={source!r} (--names-from): no optimizer in the files has numbers"
+        msg = (
+            f"names_from={source!r} (--names-from) has no effect: no optimizer in the files "
+            "numbers its parameters"
+        )
         raise ConfigError(msg)
     return result
 

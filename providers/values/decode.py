@@ -1,4 +1,4 @@
-"""The decoding of plain Python values from JSON that `encode` wrote and that is not trusted."""
+"""Decodes plain Python values from the JSON of `encode`; does not trust its input."""
 
 from __future__ import annotations
 

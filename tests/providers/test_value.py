@@ -464,7 +464,9 @@ def test_a_dataclass_with_other_fields_now_is_an_error_that_names_them(save):
     fields = Config.__dataclass_fields__
     gone = fields.pop("made")
     try:
-        with pytest.raises(UnsupportedStateError, match="fields lr, layers, made, and has lr, lay"):
+        with pytest.raises(
+            UnsupportedStateError, match="fields lr, layers, made, but now has lr, lay"
+        ):
             stored.load()
     finally:
         fields["made"] = gone

@@ -143,7 +143,8 @@ def ls(
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         newest = records[-1] if shown and shown[-1].record in records[-1:] else None
-        logged, log_error = (None, "") if newest is None else _logged(backend, newest)
+        fastest = answering[0] if answering else backend  # it has the log
+        logged, log_error = (None, "") if newest is None else _logged(fastest, newest)
         if as_json:
             found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
@@ -290,7 +291,7 @@ def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | Non
     try:
         logs = logs_of(backend, newest.uid)
         last = last_step(logs)
-    except DamagedError as error:
+    except (DamagedError, StorageError) as error:
         return None, f"the log of step {newest.step} cannot be read: {error}"
     return None if last is None else [s for s in logs[0].steps if s <= last], ""
 

@@ -454,6 +454,7 @@ class Saver(Actor):
             before_write=lambda request, url: None,
             before_commit=lambda request, uid: None,
             after_commit=after_commit,
+            reported=lambda report: report,
             when_failed=lambda error: None,
         )
         job = Job(

@@ -153,7 +153,7 @@ def test_wrong_file_is_refused_by_name(tmp_path):
         ("a.yaml", "a: [", "is not valid"),
         ("a.yaml", "- 1", "holds a list, not a table"),
         ("a.yaml", "", "holds a NoneType, not a table"),
-        ("a.ini", "", "ends in .ini; .toml, .yaml, .yml and .json are known"),
+        ("a.ini", "", "ends in .ini: use .toml, .yaml, .yml or .json"),
         ("plain", "", "ends in nothing"),
         ("a.toml", "mod = 1", "mod: unknown key"),
     ]:
