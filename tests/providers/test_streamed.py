@@ -74,7 +74,7 @@ def test_it_can_be_saved_in_the_background(tmp_path):
 
 @pytest.mark.parametrize("shape", [(-1,), ("a",), 3, (2.5,)])
 def test_invalid_shape_is_refused(shape):
-    with pytest.raises(penstock.UnsupportedStateError, match="whole numbers"):
+    with pytest.raises(penstock.UnsupportedStateError, match="must be an integer, at least 0"):
         penstock.Streamed("float32", shape, print)
 
 
