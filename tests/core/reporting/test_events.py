@@ -186,10 +186,17 @@ def act(ckpt, action):
 def test_a_callback_of_a_running_save_may_not_wait_for_that_save(
     backend, kind, action, mode, caplog
 ):
+    acted = threading.Event()
+
     def on_event(event):
         if (event.kind, event.step) == (kind, 4):
-            act(ckpt, action)
+            try:
+                act(ckpt, action)
+            finally:
+                acted.set()
 
+    if kind == "captured":  # the save would commit, and may end, while the callback runs
+        backend.block("publish", acted, match="commits/")
     ckpt = penstock.Checkpointer(backend, on_event=on_event)
     ckpt.save({"w": torch.ones(3)}, step=4, mode=mode).result()
     ckpt.save({"w": torch.ones(3)}, step=5).result()
