@@ -30,7 +30,7 @@ from penstock.core.catalog.survey import (
 from penstock.core.concurrency.processes import is_over
 from penstock.core.errors import BlobNotFoundError, DamagedError
 from penstock.core.format.records import data_prefix, index_name, intent_name
-from penstock.core.format.segment import base_of
+from penstock.core.format.segment import uid_of_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -205,7 +205,9 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
         latest = max(steps, default=None)
         newest = {r.uid for s in surveys for r in s.records.values() if r.step == latest}
         # The tier with its log may have evicted it.
-        logs = {base_of(b.name) for s in surveys for uid in newest for b in s.data.get(uid, ())}
+        logs = {
+            uid_of_segment(b.name) for s in surveys for uid in newest for b in s.data.get(uid, ())
+        }
         kept = replace(how, keep=how.keep | (newest & logs), latest=latest)
         found = [
             _prune_one(place, replace(kept, lent=frozenset(lent)))

@@ -196,7 +196,7 @@ def segment_number(name: str) -> int:
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
-def base_of(name: str) -> str | None:
+def uid_of_segment(name: str) -> str | None:
     """Return the uid of the checkpoint that a segment continues; None for other names."""
     uid = data_uid(name)
     return uid if uid is not None and name.startswith(log_prefix(uid)) else None

@@ -99,11 +99,6 @@ def last_logged(backend: Backend, uid: str) -> int | None:
     return None
 
 
-def was_logged_since(backend: Backend, uid: str, time_s: float) -> bool:
-    """Return whether a segment was written after `time_s`, by the store's clock."""
-    return any(info.modified_s > time_s for info in backend.list(log_prefix(uid)))
-
-
 def base_of(backend: Backend, catalog: Catalog, step: int) -> int | None:
     """Return the saved step whose log has `step`; None if there is none."""
     base = max((s for s in catalog.steps() if s < step), default=None)

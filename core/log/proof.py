@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Unit
 from penstock.core.log.replayed import digest_of, step_again
-from penstock.core.log.steps import NotLoggedError, detached, local_of, with_groups
+from penstock.core.log.steps import (
+    NotLoggedError,
+    detached,
+    local_of,
+    parameters_of,
+    with_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -54,12 +60,10 @@ class Proof:
             RefutedError: The bits differ.
         """
         numbers = count()
-        rows = [[(next(numbers), row) for row in group] for group in stored["layout"]]
-        parameters = [[*group["params"]] for group in self.copied.param_groups]
-        copies = [iter(group) for group in parameters]
+        copies = parameters_of(self.copied)
         placed = [
-            [(next(copies[g]) if number in self.chosen else None, row) for number, row in group]
-            for g, group in enumerate(rows)
+            [(next(copies) if next(numbers) in self.chosen else None, row) for row in group]
+            for group in stored["layout"]
         ]
         step_again(self.copied, replayer, stored, placed)
         if digest_of(self.copied) != self.digest:
@@ -84,8 +88,7 @@ def begin_proof(
     chosen: list[int] = []
     nbytes = 0
     together = replayer.unit(optimizer) is Unit.OPTIMIZER
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         nbytes += local_of(parameter).nbytes
         if chosen and nbytes > _PARAMETER_BYTES:
             if together:
@@ -100,7 +103,7 @@ def begin_proof(
     ]
     copied = with_groups(optimizer, groups, detached(attributes, memo))
     copied.state = defaultdict(dict)
-    for parameter in (p for group in part.param_groups for p in group["params"]):
+    for parameter in parameters_of(part):
         if parameter in optimizer.state:
             own = optimizer.state[parameter]
             # Quantized tensors have no `clone`, which `deepcopy` calls.

@@ -310,7 +310,7 @@ class Recorder:
         if "torch" in sys.modules:
             optimizers = optimizers_of(state, self._registry).values()
             self._watch.start(optimizers)
-            claimed = storages_of(optimizers)
+            claimed = self._watch.claimed()
             modules = values_of(state, self._registry, "module").values()
             frozen = [p for module in modules for p in module.parameters()]
             # Holding the memory keeps its address from other tensors; those who never log need not.
@@ -354,7 +354,8 @@ class Recorder:
         finally:
             self._watch.clear()
         self._digest(steps)
-        optimizers = optimizers_of(state, self._registry)
+        found = _paths_of(state, self._registry, "optimizer")
+        optimizers = {show_path(path): optimizer for path, optimizer in found.items()}
         known = Known(self._known)
         description = describe_tree(
             {STATE: _without_claimed(state, optimizers)},
@@ -374,8 +375,7 @@ class Recorder:
             if not inside.isdisjoint(storages_of([optimizer])):
                 msg = f"{type(optimizer).__name__}, which is not in the state, changed it"
                 raise NotLoggedError(msg)
-        roots = {(STATE, *path) for path in _paths_of(state, self._registry, "optimizer")}
-        rest = self._rest(description, claimed, roots)
+        rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}
         return _Entry(number, rest, dict(description.providers_used), named, options)
 

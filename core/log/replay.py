@@ -6,12 +6,13 @@ Tested in `tests/integration/log/test_replay.py`.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import StateObject, Unit
 from penstock.core.catalog.catalog import Catalog
+from penstock.core.concurrency.pool import Pool
 from penstock.core.errors import DamagedError
 from penstock.core.log.archive import EntryBackend
 from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.types import ObjectPath
 
-
-T = TypeVar("T")
 
 _OPTIONS = "param_groups", "0", "lr"
 """Where an optimizer has its options: they are restored if this one is selected."""
@@ -218,26 +217,13 @@ class LogReplay:
         def read(entries: Sequence[Opened]) -> Sequence[Mapping[str, Any]]:
             return [build_new(e, selection=selection, device=None)[0] for e in entries]
 
-        following: Future[Sequence[Mapping[str, Any]]] | None = None
-        for number in range(len(opened)):
-            current = following or self._spawn(read, opened[number])
-            following = None
-            if number + 1 < len(opened):
-                current.exception()
-                following = self._spawn(read, opened[number + 1])
+        pool = Pool(1, "penstock-log", timing=self.workers.timing)
+        reads = (pool.submit(partial(read, entries)) for entries in opened)
+        following = next(reads, None)
+        while following is not None:
+            current = following
+            following = next(reads, None)
             yield current.result()
-
-    def _spawn(self, read: Callable[[Sequence[Opened]], T], entries: Sequence[Opened]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(read(entries))
-            except BaseException as error:  # noqa: BLE001 - raised by `result`
-                future.set_exception(error)
-
-        self.workers.spawn("log", run)
-        return future
 
     def _restore_rest(
         self, state: Mapping[str, Any], opened: Sequence[Opened], selection: Selection

@@ -17,6 +17,7 @@ from penstock.core.log.steps import (
     NotLoggedError,
     copied_options,
     local_of,
+    parameters_of,
     tensors_of,
     version_of,
 )
@@ -93,7 +94,7 @@ def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
     """Return what decides the bits of a step, besides its inputs."""
     import torch  # noqa: PLC0415 - as above
 
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [*parameters_of(optimizer)]
     engine = {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "replayer": f"{replayer.name} {replayer.version}",
@@ -155,7 +156,7 @@ def take_again(
     if [len(rows) for rows in layout] != [len(group["params"]) for group in groups]:
         msg = f"the parameter groups of {name} differ from those in the log"
         raise NotLoggedError(msg)
-    if chosen is not None and not any(id(p) in chosen for g in groups for p in g["params"]):
+    if chosen is not None and not any(id(p) in chosen for p in parameters_of(optimizer)):
         return
     placed = [
         [
@@ -186,7 +187,7 @@ def step_again(
     """
     left = dict(stored["grads"])
     groups = optimizer.param_groups
-    kept = [(p, p.grad) for group in groups for p in group["params"]]
+    kept = [(p, p.grad) for p in parameters_of(optimizer)]
     before = [dict(group) for group in groups]
     try:
         for parameter, _ in kept:

@@ -292,8 +292,7 @@ class SegmentWriter:
         self._rank = rank
         self._world_size = world_size
         self._session = session
-        self.previous = previous
-        """The digest of the last entry."""
+        self._previous = previous
         self._writer: BlobWriter | None = None
         self._end = 0
         self._unsynced = 0
@@ -316,14 +315,14 @@ class SegmentWriter:
             return 0
         header, buffers = encode_entry(
             files, base=self._base, rank=self._rank, world_size=self._world_size, step=step,
-            session=self._session, previous=self.previous,
+            session=self._session, previous=self._previous,
         )  # fmt: skip
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0
         for request in _requests(self._end, buffers):
             self._writer.write([request])
         self._end += header.stored_bytes
-        self.previous = header.digest
+        self._previous = header.digest
         self._unsynced += 1
         if self._unsynced >= sync_every:
             self.sync()
@@ -338,14 +337,14 @@ class SegmentWriter:
         Raises:
             StorageError: A store failed; call `abort`.
         """
-        header, start = moved_header(entry.header, self._base, self.previous)
+        header, start = moved_header(entry.header, self._base, self._previous)
         if self._writer is None:
             self._writer, self._end = self._create(header.stored_bytes), 0
         if not is_whole(self._copied(self._writer, start, entry.pieces(source)), header):
             self.close() if self._end else self.abort()
             return 0
         self._end += header.stored_bytes
-        self.previous = header.digest
+        self._previous = header.digest
         if self._end >= _SEGMENT_BYTES:
             self.close()
         return header.stored_bytes

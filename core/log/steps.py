@@ -260,17 +260,7 @@ def with_groups(
 
 def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with copies of tensors, which schedulers and steps change in place."""
-    return {key: _copied(value) for key, value in options.items()}
-
-
-def _copied(value: Any) -> Any:
-    if hasattr(value, "untyped_storage"):
-        return value.detach().clone()
-    if type(value) in {list, tuple}:
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
+    return {key: detached(value, {}) for key, value in options.items()}
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
@@ -291,10 +281,10 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def detached(value: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a copy of what a step may change in place: a proof runs beside the training.
+    """Return a copy of what a step may change in place: others read it beside the training.
 
     Args:
-        value: An attribute of an optimizer.
+        value: An attribute or an option of an optimizer.
         memo: What to return for an object, by its id.
     """
     import torch  # noqa: PLC0415 - torch is loaded only to log

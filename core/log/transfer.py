@@ -59,7 +59,7 @@ def copy_log(
         return CopiedLog(left_out=reason)
     done = CopiedLog()
     for log in logs_of(source, base):
-        done = _copy_rank(done, source, _whole(log), target, copy, overwrite=overwrite)
+        done = _copy_rank(done, source, log.entries_to_latest(), target, copy, overwrite=overwrite)
     return done
 
 
@@ -75,7 +75,7 @@ def _copy_rank(
     if not entries:
         return done
     first = entries[0].header
-    there = _whole(StoredLog(target, copy, first.rank))
+    there = StoredLog(target, copy, first.rank).entries_to_latest()
     pairs = zip(entries, there, strict=False)
     same = len([*takewhile(lambda pair: _payload(pair[0]) == _payload(pair[1]), pairs)])
     if same == len(entries):
@@ -102,12 +102,6 @@ def _copy_rank(
         writer.abort()
         raise
     return CopiedLog(number, size_bytes, left_out)
-
-
-def _whole(log: StoredLog) -> Sequence[StoredEntry]:
-    """Return the entries up to the last one that is whole."""
-    last = log.latest()
-    return [entry for entry in log.entries if last is not None and entry.header.step <= last]
 
 
 def _payload(entry: StoredEntry) -> tuple[int, int, bytes]:

@@ -29,7 +29,7 @@ from penstock.core.format.records import (
     commit_name,
     parse_commit_name,
 )
-from penstock.core.format.segment import HEADER_BYTES, base_of, decode_header
+from penstock.core.format.segment import HEADER_BYTES, decode_header, uid_of_segment
 from penstock.core.tiers.whereabouts import by_age, is_marked
 from penstock.core.types import ReadRequest
 
@@ -53,7 +53,7 @@ It raises DamagedError, CheckpointGoneError or StorageError, as `verify_blobs` d
 
 
 class Eviction:
-    """Makes room in tiers by evicting checkpoints of which a later tier has a verified copy."""
+    """Makes room in tiers by evicting checkpoints that have a verified copy in a later tier."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Eviction:
         backend = self._tiers[number].backend
         logs: dict[str, list[BlobInfo]] = {}
         for info in backend.list(DATA_PREFIX):
-            if (base := base_of(info.name)) is not None:
+            if (base := uid_of_segment(info.name)) is not None:
                 logs.setdefault(base, []).append(info)
         here = {record.uid for record in by_age(backend)} if logs else set()
         for segments in (logs[base] for base in logs.keys() - here):
@@ -225,7 +225,7 @@ class _WithoutLogs(DelegatingBackend):
     name: ClassVar[str] = "without logs"
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        return [info for info in super().list(prefix) if base_of(info.name) is None]
+        return [info for info in super().list(prefix) if uid_of_segment(info.name) is None]
 
 
 def _first_step(backend: Backend, segment: BlobInfo) -> int | None:
