@@ -86,8 +86,8 @@ def check_replayer(make: Make, *, replayer: type[Replayer] | None = None) -> Non
     """Run all checks, in order.
 
     Args:
-        make: Returns a new model, and an optimizer of its parameters: at least two, of which one
-            has more than one element. The optimizer has the same options each time.
+        make: Returns a new model, and an optimizer of its parameters: at least two, and one
+            of them has more than one element. The optimizer has the same options each time.
         replayer: The class under test, if it is not installed; None: the installed one that handles
             the optimizer.
 
