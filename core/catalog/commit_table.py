@@ -44,7 +44,7 @@ class Event(StrEnum):
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
     RECORD_IS_OTHER_FOR_GOOD = (
-        "the name was refused as taken, and the record is another's, so ours can no longer be published"
+        "the name was refused as taken, and the record is another's: ours can never be published"
     )
     RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
     COMMIT_DECIDED = "the ranks decided to commit"  # fed on ranks that do not publish
