@@ -1,4 +1,4 @@
-"""The contract of the store through which a job's ranks agree: post, read, decide once, wait.
+"""The contract of the store through which a job's ranks agree: it can post, read, decide and wait.
 
 Tested in `tests/core/ranks/test_coordination.py`.
 """
@@ -45,7 +45,7 @@ class Coordination(ABC):
     the job may still read it, even a rank that slept for hours. Otherwise that rank could decide
     differently after the others have acted on the first decision.
 
-    Third-party implementations pass `penstock.testing.coordination`.
+    Third-party implementations must pass the checks of `penstock.testing.coordination`.
     """
 
     @property

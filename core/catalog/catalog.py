@@ -366,7 +366,8 @@ class Catalog:
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
         listed = NotesOfRun(places_of(self._backend))
-        # Any step may be the best. Otherwise each save skips the notes on steps that stay.
+        # With `keep_best`, any step may be the best, so all notes are read. Without it, each save
+        # skips the notes on steps that stay anyway.
         in_doubt = readable.keys() if rules.keep_best is not None else readable.keys() - kept
         notes = {step: listed.read(readable[step]) for step in sorted(in_doubt)}
         kept |= {step for step, found in notes.items() if found.tags or found.damaged}

@@ -39,7 +39,7 @@ class Event(StrEnum):
     GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
     PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
     PUBLISH_OK = "publish ok"
-    PUBLISH_LOST = "publish lost"  # the name is taken; if the store errs, by our own earlier try
+    PUBLISH_LOST = "publish lost"  # the name is taken, perhaps by our own try if the store retried
     PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: the record may or may not exist
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
@@ -171,7 +171,7 @@ class Commit:
         try:
             state, action = TABLE[self._state, event]
         except KeyError:
-            msg = f"a save that is {self._state} cannot see: {event}"
+            msg = f"internal error: a save in the state {self._state} got the event {event}"
             raise IllegalEventError(msg) from None
         self._state = state
         self._tried |= action is Action.PUBLISH

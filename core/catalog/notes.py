@@ -1,8 +1,8 @@
 """Notes: metadata and tags that are added to a checkpoint after its commit.
 
 Notes never change, and each has its own name, so writers and copies need no coordination: a
-checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without its
-commit record they mean nothing, and a damaged note damages nothing else.
+checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without the
+checkpoint's commit record they mean nothing, and a damaged note damages nothing else.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def write_note(
 ) -> str:
     """Publish a note on a checkpoint in each place that has it, the fastest first.
 
-    In this order, a copy to a slower place finds this note in the faster one, because it carries
-    notes over after its commit.
+    A copy to a slower place carries notes over after its commit. Because of this order, it then
+    finds this note in the faster place.
 
     Returns:
         The name of the note.
