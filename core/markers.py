@@ -99,8 +99,8 @@ class Shard:
     """A piece of a manually sharded tensor, which this rank holds as a separate tensor.
 
     All ranks put a piece under the same path. Together, the pieces hold every element of the whole
-    tensor. For several pieces on one rank, use `Shards`. The piece is a rectangle that starts at `offsets`,
-    or a range of the flattened tensor.
+    tensor. For several pieces on one rank, use `Shards`. The piece is a rectangle that starts at
+    `offsets`, or a range of the flattened tensor.
 
     Attributes:
         tensor: The elements of the piece, row-major; a tensor or array.

@@ -188,7 +188,7 @@ def verify_blobs(
         workers: The threads that compare checksums.
         on_progress: Called with the number of bytes read; may raise to end the read.
         on_look: Called at least every few seconds, even while the store hangs; may raise too.
-        bytes_per_s: The most bytes to read per second; None sets no limit.
+        bytes_per_s: Maximum bytes to read per second; None sets no limit.
 
     Raises:
         DamagedError: The checkpoint is damaged; names the first damaged objects.

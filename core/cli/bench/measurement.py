@@ -488,7 +488,10 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
         # The state and a copy are in memory at once; the store needs a little more than the state.
         least = wanted + wanted // 8
         if 2 * wanted > memory:
-            msg = f"{size_text(wanted)} and a copy do not fit into {size_text(memory)} of memory"
+            msg = (
+                f"a state of {size_text(wanted)} and a copy do not fit into {size_text(memory)} of "
+                "memory: choose a smaller --size"
+            )
             raise ConfigError(msg)
         if free is None or least <= free:
             return wanted

@@ -58,7 +58,7 @@ def diff(
     url_b: Annotated[str | None, root("B", "another run", show_default="the same run")] = None,
     *,
     step_a: Annotated[
-        int | None, which_step(" of A", "latest; of one run, the one before B's")
+        int | None, which_step(" of A", "latest; within one run, the step before B's")
     ] = None,
     step_b: Annotated[int | None, which_step(" of B")] = None,
     include: Include = None,

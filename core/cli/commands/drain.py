@@ -110,8 +110,9 @@ def drain(
 ) -> bool:
     r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does this in the background; use the command if none will. Leaves out
-    checkpoints that such a process is copying. Exits with 1 if a checkpoint is still pending.
+    A process that saves there does this in the background; use the command if no such process will
+    run. Leaves out checkpoints that such a process is copying. Exits with 1 if a checkpoint is
+    still pending.
 
     Examples:
       penstock drain penstock.toml

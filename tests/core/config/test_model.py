@@ -121,7 +121,7 @@ def test_wrong_values_are_reported_by_place():
         ),
         (
             {"rules": [{"match": "a", "codecs": ["zstd", "auto"]}]},
-            'rules[0].codecs: "auto" must not be in a list: codecs = "auto"',
+            'rules[0].codecs: "auto" must not be in a list: write codecs = "auto"',
         ),
     ]:
         with pytest.raises(ConfigError) as caught:
