@@ -489,7 +489,7 @@ class Checkpointer:
         except CheckpointGoneError:
             raise  # there was one
         except CheckpointNotFoundError:
-            log.info("no checkpoint under %s: training begins", self._backend.url)
+            log.info("no checkpoint under %s: training starts from scratch", self._backend.url)
             return 0
 
     def load(
@@ -593,7 +593,7 @@ class Checkpointer:
         """
         self._check_open()
         if repair and not self._ranks.leads():
-            msg = "verify(repair=True) is for rank 0 alone: only one rank repairs"
+            msg = "only one rank may repair: call verify(repair=True) on rank 0 alone"
             raise ConfigError(msg)
         with self._log.noting(step):
             report = self._reader.verify(

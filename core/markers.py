@@ -327,7 +327,7 @@ def _check_rectangle(
     for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
         if not 0 <= offset <= offset + size <= whole:
             _refuse(
-                f"has elements {offset}:{offset + size} of dimension {d}, which has {whole}: "
+                f"has elements {offset}:{offset + size} of dimension {d}, whose size is {whole}: "
                 "offsets count elements of the whole tensor, from 0"
             )
 

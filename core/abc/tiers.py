@@ -249,7 +249,7 @@ def _check_pair(
         raise ConfigError(msg)
     if known[first].run != known[second].run:
         msg = (
-            f"{shown[first]} and {shown[second]} belong to two runs. Nothing was changed. Give "
-            f"each run its own places. {_ACCEPT}"
+            f"{shown[first]} and {shown[second]} belong to different runs. Nothing was changed. "
+            f"Give each run its own places. {_ACCEPT}"
         )
         raise ConfigError(msg)

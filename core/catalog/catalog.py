@@ -491,7 +491,7 @@ class Catalog:
         return (
             f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
             "another step: `penstock verify --all` shows which are whole, and "
-            "`restore(on_damage='fallback')` takes the newest"
+            "`restore(on_damage='fallback')` restores the newest of them"
         )
 
     def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:

@@ -44,13 +44,13 @@ class Event(StrEnum):
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
     RECORD_IS_OTHER_FOR_GOOD = (
-        "the name was refused as taken, and the record is another's: ours cannot land any more"
+        "the name was refused as taken, by another's record: ours can no longer appear"
     )
     RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
     COMMIT_DECIDED = "the ranks decided to commit"  # fed on ranks that do not publish
     ABORT_DECIDED = "the ranks decided to abort"
-    DECISION_UNKNOWN = "what the ranks decided cannot be learned"
-    NEVER_PUBLISHED = "the rank that publishes has not, and never will"
+    DECISION_UNKNOWN = "the decision of the ranks is unknown"
+    NEVER_PUBLISHED = "the publishing rank has not published, and never will"
 
 
 class Action(StrEnum):

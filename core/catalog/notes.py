@@ -162,8 +162,8 @@ def write_note(
 def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
     """Return the error for a checkpoint that is deleted while a note is added to it."""
     msg = (
-        f"the checkpoint of step {record.step} on {backend.url} was deleted or overwritten while a "
-        "note was added to it, or is about to be: nothing was added"
+        f"nothing was added to the checkpoint of step {record.step} on {backend.url}: it was "
+        "deleted or overwritten meanwhile, or is about to be deleted"
     )
     return CheckpointGoneError(msg)
 
@@ -195,7 +195,7 @@ def carry_notes(
             if note is not None:
                 target.publish(copied, encode_note(replace(note, uid=origin or record.origin)))
         except DamagedError as error:
-            log.warning("a damaged note is copied to %s: %s", target.url, str(error))
+            log.warning("a damaged note is copied to %s unchanged: %s", target.url, str(error))
             with suppress(DamagedError, BlobNotFoundError):  # too long, or not a file
                 data = places[0].read_record(name, limit_bytes=NOTE_LIMIT_BYTES)
                 target.publish(copied, data)

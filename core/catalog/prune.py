@@ -292,8 +292,8 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
             return replace(_refused(survey.unreadable, dry_run=False), superseded=superseded)
     stays = how.keep.union(waiting)
     log.debug(
-        "prune: of %d attempts %d stay: named or referenced by a record, our own, another tier's, "
-        "or lacking only their record",
+        "prune: of %d attempts, %d stay: a record names or references them, they are our own or "
+        "another tier's, or they lack only their record",
         len(survey.data),
         len(survey.data.keys() & survey.needed.union(stays)),
     )

@@ -173,7 +173,7 @@ class Publisher:
             msg = (
                 f"another saver published step {record.step} (generation {record.generation}) on "
                 f"{self._backend.url} first. Its checkpoint exists unless it was deleted since; "
-                "this one is given up. Save at another step, or with overwrite=True "
+                "this save is given up. Save at another step, or with overwrite=True "
                 "(`penstock copy`: --overwrite)."
             )
             raise LostRaceError(msg)

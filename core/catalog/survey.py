@@ -303,7 +303,7 @@ def survey_records(backend: Backend) -> Survey:
     for info in backend.list(COMMIT_PREFIX):
         try:
             if parse_commit_name(info.name) is None:
-                msg = f"{info.name} on {backend.url} is not a commit record's name; move it away"
+                msg = f"{info.name} on {backend.url} is not a commit record's name; move that file"
                 raise FormatError(msg, [info.name])
             record = read_listed(backend, info.name)
         except DamagedError as error:

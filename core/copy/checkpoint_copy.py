@@ -419,7 +419,7 @@ class CheckpointCopy:
             Catalog(self._run_target).delete_older_generations(self._record.step)
         except Exception as error:  # noqa: BLE001 - logged: the checkpoint is committed already
             log.warning(
-                "step %d: the replaced generations stay until prune: %s",
+                "step %d: the replaced generations could not be deleted, and stay until prune: %s",
                 self._record.step,
                 str(error),
             )

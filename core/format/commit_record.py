@@ -116,7 +116,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     step = fields.integer("step")
     generation = fields.integer("generation")
     if commit_name(step, generation) != name:
-        refuse(name, f"is the record of step {step}, generation {generation}")
+        refuse(name, f"the name is wrong: it is the record of step {step}, generation {generation}")
     world_size = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE)
     objects = fields.integer("objects", high=MAX_OBJECTS * world_size)
     many = type(fields.value("parts")) is dict
@@ -195,7 +195,7 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
     fields = Fields(body, name, _INTENT_KEYS)
     uid = fields.hexadecimal("uid", 32)
     if intent_name(uid) != name:
-        refuse(name, f"is the intent of {uid}")
+        refuse(name, f"the name is wrong: it is the intent of {uid}")
     return IntentRecord(
         uid=uid,
         step=fields.integer("step"),
@@ -245,7 +245,7 @@ def decode_note(data: bytes, name: str) -> NoteRecord:
         tags=tags,
     )
     if note.name != name:
-        refuse(name, f"is the note {note.name}")
+        refuse(name, f"the name is wrong: it is the note {note.name}")
     return note
 
 

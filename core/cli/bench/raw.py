@@ -244,7 +244,7 @@ class _FileLoop(_Loop):
                 for at, part in self._parts(done, size):
                     written = os.pwrite(fd, part, at)
                     if written != part.nbytes:
-                        msg = f"{path}: {written} of {part.nbytes} bytes were written; is it full?"
+                        msg = f"{path}: wrote {written} of {part.nbytes} bytes; is the disk full?"
                         raise StorageError(msg)
                     done += written
             os.fsync(fd)

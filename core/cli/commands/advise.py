@@ -125,7 +125,7 @@ _TEXTS = {
     "step_s": "a step takes",
     "blocked_s": "a save blocks training for",
     "duration_s": "a save is durable after",
-    "log_s": "logging a step blocks it for",
+    "log_s": "logging a step blocks training for",
 }
 
 _COLUMNS: tuple[Column[tuple[str, SaveInterval]], ...] = (

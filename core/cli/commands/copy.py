@@ -432,7 +432,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     )
     if copied.rounded_by:
         print_line(
-            f"values that {', '.join(copied.rounded_by)} (lossy) had rounded were copied as rounded"
+            f"values that {', '.join(copied.rounded_by)} (lossy) had rounded are copied rounded"
         )
     _print_log(copied)
 

@@ -59,7 +59,8 @@ def delete(
         bool,
         typer.Option(
             "--force",
-            help="Delete even pinned checkpoints, or with unreadable notes, or the last whole one.",
+            help="Delete even pinned checkpoints, those with unreadable notes, and the last whole "
+            "checkpoint.",
         ),
     ] = False,
     tier: Annotated[

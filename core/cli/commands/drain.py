@@ -264,7 +264,7 @@ def _print(outcome: DrainOutcome) -> None:
         print_line(f"copied {counted(len(done), 'checkpoint')}, {size_text(sum(done.values()))}")
     for step, (here, there) in outcome.in_the_way.items():
         print_line(
-            f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step} "
+            f"step {step} is a different checkpoint in tier {there}: `penstock delete URL {step} "
             f"--tier {here}` deletes the waiting one; `--tier {there}` deletes the other one, "
             "and `penstock drain` then copies the waiting one",
             style="yellow",

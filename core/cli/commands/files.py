@@ -155,7 +155,7 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Path of a model, a file or a run with parameter names."
+            metavar="MODEL", help="Source of optimizers' parameter names: a path, file or run."
         ),
     ] = None,
     overwrite: Annotated[

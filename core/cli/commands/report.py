@@ -236,7 +236,7 @@ def _about_times(facts: RunFacts) -> str:
             "tiers. Copied checkpoints have none. "
         )
     if facts.unread:
-        text += f"{counted(facts.unread, 'line')} of the files of events could not be read."
+        text += f"{counted(facts.unread, 'line')} of the event files could not be read."
     return text
 
 

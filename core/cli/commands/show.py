@@ -530,7 +530,7 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
     """
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
-    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}")
+    print_line(f"{kind}; a restore reads {total} from {counted(len(links), 'checkpoint')}")
     print_line("")
     columns: tuple[Column[Link], ...] = (
         Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),
