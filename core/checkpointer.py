@@ -231,11 +231,12 @@ class Checkpointer:
 
         Args:
             state: The state tree, a dict.
-            step: The step. It must be above `latest()` unless `overwrite` is set.
+            step: The step. It must be above every saved step unless `overwrite` is set.
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's mode.
             metadata: A JSON-like mapping with string keys, stored in the commit record. numpy and
                 torch scalars become plain numbers.
-            overwrite: Whether to replace a checkpoint of this step by a new generation.
+            overwrite: Whether to accept a step that is not above every saved step. A checkpoint of
+                the same step is replaced by a new generation.
             on_progress: Called with a `Progress` about ten times per second until the save ends, on
                 a separate thread that the save does not wait for. Its exceptions are logged, not
                 raised.
@@ -574,9 +575,9 @@ class Checkpointer:
         repair: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> VerifyReport:
-        """Read a checkpoint, compare all checksums and report all damage.
+        """Read a checkpoint and its log, compare all checksums and report all damage.
 
-        That includes the checkpoint's log. `open(step).verify()` leaves the log out.
+        `open(step).verify()` leaves the log out.
 
         Args:
             step: A step, or `"latest"`.
@@ -652,7 +653,11 @@ class Checkpointer:
         self._note(step, {}, {check_tag(tag): False})
 
     def delete(self, step: int) -> None:
-        """Delete one checkpoint: first its commit record, durably, then its data."""
+        """Delete one checkpoint: first its commit record, durably, then data that it alone needs.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
@@ -677,7 +682,7 @@ class Checkpointer:
         return gone
 
     def prune(self, *, dry_run: bool = False, everything: bool = False) -> PruneReport:
-        """Delete the data that no checkpoint and no save in flight can need.
+        """Delete data, older than the option `grace_s`, that no checkpoint and no save can need.
 
         Args:
             dry_run: Report the data that would be deleted, and delete nothing.

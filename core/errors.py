@@ -84,9 +84,10 @@ class NotDrainedError(SaveError):
 
 
 class CommitUnknownError(SaveError):
-    """The store's reply to the publish was lost: the checkpoint may or may not exist.
+    """The checkpoint may or may not exist, or was published without all of its data.
 
-    None of its data is deleted; check `steps()` later.
+    Usually the store's reply to the publish was lost. None of the save's data is deleted; check
+    `steps()` later.
     """
 
 

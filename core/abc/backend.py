@@ -54,11 +54,11 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
 
 
 class BlobWriter(ABC):
-    """Writes one blob for one save. Readers see the blob only after `seal`."""
+    """Writes one blob for one save. Readers see the blob only after `seal` (or `sync`)."""
 
     @abstractmethod
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """Hand all bytes of `requests` to the store; they are durable only after `seal`.
+        """Hand all bytes of `requests` to the store; they are durable only after `seal` or `sync`.
 
         Core guarantees that offsets ascend within a batch and from each batch to the next one that
         it submits, that no two requests overlap, and that no two requests touch the same

@@ -30,7 +30,7 @@ class Coordination(ABC):
     and only one rank posts it; core ensures that.
 
     **Threads.** Thread-safe. `wait` delays no other call of the same instance: one thread must be
-    able to post a beat while another waits.
+    able to post its rank's progress while another waits.
 
     **Time.** A call returns or raises within the implementation's call timeout (10 s by default),
     even if the store hangs. Only `wait` may take longer, by `timeout_s`.

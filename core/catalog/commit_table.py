@@ -1,10 +1,10 @@
 """The state table of a save, sans-IO.
 
 The engine feeds events and executes the returned actions. The table keeps three promises. A saver
-that has sealed keeps the data of its uid, unless another saver has won for good or the ranks have
-decided to abort. A save publishes nothing after its intent is found gone, or is not refreshed for
-half the grace time. A save reaches COMMITTED only if the store confirms the publish, the publishing
-rank reports it, or the record read back is ours.
+that has sealed keeps the data of its uid, unless another saver has won for good or the ranks know
+that none of them publishes. A save publishes nothing after its intent is found gone, or is not
+refreshed for half the grace time. A save reaches COMMITTED only if the store confirms the publish,
+the publishing rank reports it, or the record read back is ours.
 
 If several ranks save together, each has its own table, which its round (`core/rounds/round.py`)
 feeds. Only rounds feed the last four events.
@@ -148,8 +148,8 @@ class Commit:
     def may_delete_own_data(self) -> bool:
         """Whether the saver may delete its own data.
 
-        It may only if it failed before it sealed, another saver has won for good, or the ranks have
-        decided that no rank publishes.
+        It may only if it failed before it sealed, another saver has won for good, or the ranks know
+        that none of them publishes.
         """
         return self._may_delete
 

@@ -573,8 +573,8 @@ def _parse_yaml(text: str) -> object:
 def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
     """Return `value` with each `${NAME}` in its strings replaced.
 
-    `${NAME:-text}` has a default; `$$` means `$`. Refuses other forms of variables, since they
-    would become part of a folder's name.
+    `${NAME:-text}` has a default; `$$` means `$`. Refuses other forms, such as `$NAME`, since these
+    would otherwise end up in the names of folders.
 
     Args:
         value: The content of a configuration file.

@@ -84,9 +84,9 @@ class CopyReport:
 class CheckpointCopy:
     """Copies one checkpoint. Call `run` once, and `cancel` from any thread.
 
-    Compares every checksum as the bytes pass, and changes nothing at the source. After a failure,
-    a crash or `cancel` the target has no commit record of the checkpoint. Then another copy
-    continues from there, or `prune` at the target deletes the orphans.
+    Compares every checksum as the bytes pass, and changes nothing at the source. If the copy fails,
+    crashes or is cancelled before it publishes the commit record, another copy can continue from
+    there, or `prune` at the target deletes the orphans.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name

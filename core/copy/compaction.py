@@ -58,7 +58,7 @@ class CompactedStep:
     Attributes:
         step: The step.
         uid: The uid of the new generation; in a dry run, of the current one.
-        generation: Its generation.
+        generation: The generation of that uid.
         bytes_before: The size of the checkpoint's own blobs before.
         bytes_after: The size of its blobs now; in a dry run, an estimate.
         seconds: The duration; 0 for a dry run.

@@ -141,7 +141,7 @@ class SectionShards:
     Attributes:
         hashes: Hash of the object's path, for each shard.
         regions: Its region; True for the whole object, False if it has no bytes there.
-        traits: A checksum of the object's description; empty: none.
+        traits: A checksum of the object's description, for each shard; may be empty.
     """
 
     hashes: Sequence[int]

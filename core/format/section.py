@@ -91,7 +91,7 @@ def read_section(
     """Read and validate the JSON of a section.
 
     With `wanted`, reads only these objects, since reading one takes longer than checking its path.
-    If the section has none of them, frames and nodes may be left out too.
+    If the section has none of them, the frames may be left out too.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
