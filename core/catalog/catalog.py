@@ -380,7 +380,7 @@ class Catalog:
         gone = []
         for step in doomed:
             names = self.entries().get(step, [])
-            # With the uids of the survey: another saver may have replaced the step meanwhile.
+            # Deletes only the uids of the survey: another saver may have replaced the step since.
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
             doomed_names = [name for name in names if name in seen]
             with self._deciding(step):

@@ -237,7 +237,7 @@ class Lease:
             changed_s = self._backend.stat(self._name).modified_s
         except BlobNotFoundError:
             return False
-        # `abs`: if a clock was set back, a time in the future must not hold for ever.
+        # `abs`: if a clock was set back, a time in the future must not keep the lease forever.
         return abs(self._backend.store_time_s() - changed_s) < SILENT_S
 
     def _busy(self, found: _Record | None) -> BusyError:

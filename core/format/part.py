@@ -349,7 +349,7 @@ def _blobs(
 ) -> Iterable[BlobRecord]:
     known = None if borrowed is None else frozenset(borrowed)
     for blob in read_blobs(rows, f"{name}: blobs"):
-        # With its length: deletions and copies know only blobs that the record lists.
+        # Its length must agree too: deletions and copies know only blobs that the record lists.
         if blob_uid(blob.name) != uid and known is not None and blob not in known:
             refuse(
                 name, f"a blob is neither of this save nor borrowed by the commit record: {blob}"
