@@ -113,7 +113,10 @@ def test_incompatible_pieces_are_refused():
             [piece(0, 2), Shard(torch.zeros(2, 3).double(), (8, 3), (2, 0))],
             "dtype torch.float32 and torch.float64",
         ),
-        ([piece(0, 2), Shard(np.zeros((2, 3), "f4"), (8, 3), (2, 0))], "and float32: use one"),
+        (
+            [piece(0, 2), Shard(np.zeros((2, 3), "f4"), (8, 3), (2, 0))],
+            "and float32: all pieces must",
+        ),
         (
             [piece(0, 2), Shard(torch.zeros(2, 3, device="meta"), (8, 3), (2, 0))],
             "device cpu and meta",

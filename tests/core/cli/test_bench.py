@@ -317,7 +317,7 @@ def test_tune_refuses_input_not_from_bench(call, measured, tmp_path):
     for text, why in [("{}", "missing or wrong: .*url"), ("x", "it is not JSON")]:
         file.write_text(text)
         printed = call("tune", f"posix://{tmp_path}/run", "--from", file).err
-        assert re.search(rf"`penstock bench --json` prints: {why}", printed)
+        assert re.search(rf"is not the output of `penstock bench --json`: {why}", printed)
 
 
 def test_tune_can_run_bench(call, tmp_path):

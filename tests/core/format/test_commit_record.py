@@ -103,7 +103,7 @@ def test_an_unknown_version_is_refused_before_other_checks():
 def test_an_unknown_required_feature_is_named_and_an_optional_one_ignored():
     good = encode_commit(record())
     newer = resigned(good, lambda body: body.update(requires=["logs", "tape"]))
-    with pytest.raises(FormatError, match=r"requires 'logs', 'tape'.* use a newer one"):
+    with pytest.raises(FormatError, match=r"requires 'logs', 'tape'.* use a newer release"):
         decode_commit(newer, NAME)
     newer = resigned(good, lambda body: body.update(requires=[], optional={"hints": {"a": [1]}}))
     assert decode_commit(newer, NAME) == record()

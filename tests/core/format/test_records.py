@@ -488,7 +488,7 @@ def head_with(**changes):
 
 
 def test_an_unknown_required_feature_of_a_part_is_named_an_optional_ignored():
-    with pytest.raises(FormatError, match=r"parts/00000.* requires 'tape'.* use a newer one"):
+    with pytest.raises(FormatError, match=r"parts/00000.* requires 'tape'.* use a newer release"):
         head_with(requires=["tape"])
     plain, hinted = head_with(), head_with(requires=[], optional={"hints": 1})
     assert (hinted.blobs, hinted.chains) == (plain.blobs, plain.chains)

@@ -69,8 +69,8 @@ def test_previous_header_is_bound():
     ("directory", "match"),
     [
         (b"{}", "not a list"),
-        (b"[1]", "no list of names"),
-        (b'[["a"]]', "no list of names"),
+        (b"[1]", "not a list of names"),
+        (b'[["a"]]', "not a list of names"),
         (b'[["a",-1]]', "wrong length"),
         (b'[["a",1],["a",1]]', "twice"),
         (b'[["a",1]]', "its files have"),

@@ -72,8 +72,8 @@ def test_a_plain_value_takes_all_of_its_leaves_or_none(store):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("w", "it takes tuples"),
-        (("w", 1.0), "it takes tuples"),
+        ("w", "a path is a tuple"),
+        (("w", 1.0), "a path is a tuple"),
         (("w", 2), "lengths= of the list .'w',. is None"),
         (("groups", 2), "lengths= of the list .'groups',. is 2"),
     ],
