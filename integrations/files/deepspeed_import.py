@@ -155,7 +155,7 @@ class _Reader:
             count_there = state.get("partition_count")
             for number in count_there if isinstance(count_there, list) else [count_there]:
                 if number != count:
-                    self._refuse(f"is of {number} ranks, but has files of {count}")
+                    self._refuse(f"was saved by {number} ranks, but has files of {count}")
         if len(self._models) != (count if self._is_cut else 1):
             self._refuse(f"has {len(self._models)} files of the model for {count} ranks")
 
@@ -263,7 +263,7 @@ class _Reader:
         if isinstance(first, torch.Tensor) and first.dim():
             return self._joined(parameter, of_ranks, name, self._state_files)
         if any(value != first for value in of_ranks):
-            self._refuse(f"has ranks with another {name} of {parameter.name!r}: of other steps?")
+            self._refuse(f"has different {name} of {parameter.name!r} by rank: is it of one step?")
         # A tensor for each parameter: each step would count up a shared tensor several times.
         return first.clone() if isinstance(first, torch.Tensor) else first
 

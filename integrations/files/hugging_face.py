@@ -52,7 +52,7 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     files = [single] if single is not None else _files(folder, suffix)
     if len(files) != 1:
         content = f"{len(files)} files, and no {index.name}" if files else f"no *{suffix}"
-        raise wrong(folder, f"has {content}: give one file, or a folder with that index")
+        raise wrong(folder, f"has {content}: give one file, or a folder with {index.name}")
     tree: dict[str, Any] = {"model": read(files[0])}
     if files[0].stem == ADAPTER:
         config = folder / ADAPTER_CONFIG

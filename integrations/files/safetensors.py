@@ -165,8 +165,8 @@ def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        msg = f"{path} has a header that is not JSON: {error}"
+        msg = f"{path} is damaged: its JSON cannot be read: {error}"
         raise FormatError(msg, [str(path)]) from error
     if not isinstance(content, dict):
-        raise wrong(path, "has a header that is not a JSON object")
+        raise wrong(path, "is damaged: its JSON is not an object")
     return content

@@ -429,7 +429,7 @@ BREAKS = {
     "place": (break_place, "where 'w' at"),
     "no path": (break_path, "no path for 'w'"),
     "nesting": (break_nesting, "conflicts with another object"),
-    "list": (break_list, "lacks some of its"),
+    "list": (break_list, "has gaps: its indices are"),
     "leaves": (lambda m: info_of(m, relative_path="../w"), "not in the folder"),
     "absolute": (lambda m: info_of(m, relative_path="/etc/passwd"), "not in the folder"),
     "no name": (lambda m: info_of(m, relative_path=""), "not in the folder"),
