@@ -119,8 +119,8 @@ def _check(options: ExportOptions, to: str) -> None:
         raise ConfigError(msg)
     if not any((source / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         msg = (
-            f"{source} has no {CONFIG}, and no {ADAPTER_CONFIG}: give the folder of the model, or "
-            "of the adapter, for --config-from"
+            f"{source} has no {CONFIG}, and no {ADAPTER_CONFIG}: give config_from "
+            "(--config-from) the folder of the model or adapter"
         )
         raise ConfigError(msg)
 

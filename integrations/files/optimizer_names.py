@@ -178,8 +178,8 @@ def _aligned(
     if first is None or last is None or first != last[::-1]:
         how = "do not fit" if first is None else "fit in several ways"
         msg = (
-            f"the {len(numbers)} parameters of the optimizer {how} the {len(names)} tensors of "
-            f"{source}: give a JSON file with the list of their names, in order (--names-from)"
+            f"the {len(numbers)} parameters of the optimizer and the {len(names)} tensors of "
+            f"{source} {how}: give a JSON file with a list of their names, in order (--names-from)"
         )
         raise FormatError(msg, [source])
     return first

@@ -179,7 +179,7 @@ class _Encoder:
         shown = f"{kind.__module__}.{kind.__qualname__}"
         return self.refuse(
             f"is a {shown}, which cannot be stored: save plain data of it, give its class "
-            "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
+            "state_dict and load_state_dict, or pass allow_pickle=True to save and to restore"
         )
 
     def _dataclass(self, value: Any, kind: type, names: tuple[str, ...]) -> Any:
@@ -191,7 +191,7 @@ class _Encoder:
             self.refuse(
                 f"is of the dataclass {name}, and {shown} would not come back: a dataclass is "
                 "stored only with all its fields set, and without other attributes. Give the class "
-                "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
+                "state_dict and load_state_dict, or pass allow_pickle=True to save and to restore"
             )
         return {TAG: "dataclass", "class": name, "v": self._container(items, dict)}
 
