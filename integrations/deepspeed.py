@@ -81,7 +81,7 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
-        msg = f"the engine has a {name}: call `use` only once, and configure no checkpoint writer"
+        msg = f"the engine has a {name}: call `use` once, and configure no checkpoint writer"
         raise ConfigError(msg)
     if engine.use_node_local_storage():
         msg = "with use_node_local_storage no rank sees all files: remove it from the config"
