@@ -172,8 +172,8 @@ class CastCodec(Codec):
             self._warned = True  # two threads may both log it, which is harmless
             log.warning(
                 "%d of %d numbers of a chunk are too large for %s, so it is stored without the "
-                "codec cast, like any such chunk (said once); saturate=true would make them the "
-                "largest number of that format",
+                "codec cast, as is every such chunk (logged once); saturate=true would make them "
+                "the largest number of that format",
                 count,
                 elements,
                 self._to,

@@ -79,7 +79,7 @@ class FactorCodec(Codec):
         return raw_length
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Return a bfloat16 number for each element, then those that hold everything else."""
+        """Describe a bfloat16 number for each element, then numbers with everything else."""
         del context
         return CodecOutput("bfloat16", 2, elementwise=True, tail=True)
 
@@ -133,7 +133,8 @@ class FactorCodec(Codec):
         starts, lengths, lows = np.split(words[at + blocks :], [runs, 2 * runs])
         if lengths.size != runs or lows.size != lengths.sum(dtype=np.intp):
             raise _wrong(source, target, context)
-        # A run has its place less the exceptions before it, and each exception its own number more.
+        # The place of an exception is its number among all exceptions, plus the start of its run,
+        # minus the number of exceptions before that run.
         shifts = np.repeat(np.arange(blocks) * _BLOCK, counts) + starts
         shifts -= np.cumsum(lengths, dtype=np.intp) - lengths
         places = np.repeat(shifts, lengths) + np.arange(lows.size)
@@ -141,7 +142,7 @@ class FactorCodec(Codec):
             raise _wrong(source, target, context)
         factor = int(words[count]) | int(words[count + 1]) << 16
         if not _ONE <= factor <= _ONE | _MANTISSA:
-            msg = f"factor: the float32 {factor:#x} is not from 1 to 2"
+            msg = f"factor: the factor, a float32 of bits {factor:#x}, is not in [1, 2)"
             raise CodecError(msg)
         bits: Bits = np.frombuffer(target, "<u4")
         for start in range(0, count, _BLOCK):
@@ -152,7 +153,7 @@ class FactorCodec(Codec):
 
 def _wrong(frame: memoryview, out: memoryview, context: CodecContext) -> CodecError:
     return CodecError(
-        f"factor: a frame of {frame.nbytes} bytes is not one of {out.nbytes} bytes of "
+        f"factor: a frame of {frame.nbytes} bytes does not decode to {out.nbytes} bytes of "
         f"{context.dtype}"
     )
 
@@ -210,7 +211,8 @@ def _divide(bits: Bits, factor: int, codes: Codes) -> NDArray[np.intp] | None:
         with np.errstate(all="ignore"):
             np.multiply(block.view(np.float32), reciprocal, out=quotients)
         rounded = quotients.view(np.uint32)
-        # A product has its number's quotient but for 2**-22, so ties are exceptions anyway.
+        # The quotient of a product differs from its bfloat16 number by 2**-22 at most, so an
+        # element whose quotient is a tie is an exception anyway.
         np.add(rounded, 0x8000, out=rounded)
         np.right_shift(rounded, 16, out=rounded)
         np.copyto(code, rounded, casting="unsafe")
@@ -239,7 +241,8 @@ def _products(factor: int) -> Bits:
     exact = np.arange(128, 256) * (factor & _MANTISSA | 1 << 23)
     shift = np.where(exact >> 31, 8, 7)
     rounded = exact + (1 << shift - 1) - 1 + (exact >> shift & 1) >> shift
-    # Less the leading one, which the exponent does not have; a product from 2 on has the next one.
+    # Minus the leading bit, which is not stored. In a product of at least 2, that bit stays, and
+    # raises the exponent by one.
     mantissas = rounded - np.where(exact >> 31, 0, 1 << 23)
     table = (np.arange(256)[:, None] << 23) + mantissas
     table[[0, 255]] = (np.array([[0], [255]]) << 23) + (np.arange(128) << 16)

@@ -287,8 +287,8 @@ def _of_each_rank(position: _Position) -> penstock.PerRank:
         state = states[0]
         if state["batches"] is not None and PartialState().is_main_process:
             log.warning(
-                "accelerate: a data loader was saved in the middle of epoch %d by another "
-                "number of ranks: it starts that epoch again",
+                "accelerate: a data loader was saved in the middle of epoch %d by a "
+                "different number of ranks: it starts that epoch again",
                 state["epoch"],
             )
         return {**state, "batches": None, "random": None}

@@ -120,7 +120,7 @@ class _Storage:
         """
         if self.checkpoint_id is None:
             msg = (
-                f"penstock.dcp.{type(self).__name__} has no place: give it a URL, or give dcp a "
+                f"penstock.dcp.{type(self).__name__} has no location: give it a URL, or give dcp a "
                 "checkpoint_id, such as 'runs/gpt/step-100'"
             )
             raise ConfigError(msg)
@@ -138,7 +138,7 @@ class Writer(_Storage, StorageWriter):
     Args:
         url: The run, or the run and a step; default: the `checkpoint_id` of each call.
         step: The step, if `url` is the run alone.
-        group: The process group that dcp gets too, or its global ranks; default: all ranks.
+        group: The process group that you pass to dcp, or its global ranks; default: all ranks.
         overwrite: Whether to replace a checkpoint of the same step.
         options: Options of `Checkpointer`, such as `rules` and `retention`; `allow_pickle=True`
             stores objects that need pickle.
@@ -173,8 +173,8 @@ class Writer(_Storage, StorageWriter):
         if self._collective and not self._alone and len(plans) != count:
             ranks = [plan.storage_data for plan in plans]
             msg = (
-                f"ranks {ranks} save, and penstock.dcp.Writer was made for {count} ranks: give it "
-                "the process group that dcp.save gets, as group="
+                f"ranks {ranks} save, but penstock.dcp.Writer was made for {count} ranks: give it "
+                "the process group of dcp.save, as group="
             )
             raise ConfigError(msg)
         return plans

@@ -81,13 +81,13 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
-        msg = f"the engine has a {name} already: call `use` once, and configure no writer of files"
+        msg = f"the engine has a {name}: call `use` once, and configure no checkpoint writer"
         raise ConfigError(msg)
     if engine.use_node_local_storage():
         msg = "with use_node_local_storage no rank sees all files: remove it from the config"
         raise ConfigError(msg)
     if engine.zero_nvme_offload_optimizer():
-        msg = "DeepSpeed itself copies an optimizer offloaded to NVMe, and bypasses Penstock"
+        msg = "DeepSpeed itself saves an optimizer that is offloaded to NVMe: offload it to the CPU"
         raise ConfigError(msg)
     adapter = PenstockEngine(engine.checkpoint_engine, url=url, **options)
     engine.checkpoint_engine = adapter
@@ -149,8 +149,8 @@ class _Place:
             return None
         except (ValueError, TypeError) as error:
             msg = (
-                f"{file} is damaged; the checkpoint that it names is not. Copy into it the line "
-                "that begins with { from a .pt file beside it"
+                f"{file} is damaged, but not the checkpoint that it names. Replace its contents "
+                "with the line that begins with { in a .pt file beside it"
             )
             raise FormatError(msg, [str(file)]) from error
 
@@ -226,7 +226,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - its own
         """Create a folder."""
         super().makedirs(path, exist_ok=exist_ok)
-        # All ranks create a tag's folder for a checkpoint; no rank does for only weights.
+        # All ranks create a tag's folder for a checkpoint; no rank does to save only weights.
         if self._pending is not None and Path(path) == self._pending.folder:
             self._pending.joint = True
 
@@ -284,7 +284,10 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         if not _is_stub(file, place, allow_pickle=bool(self._options.get("allow_pickle"))):
             return self._own.load(path, map_location)
         if place is None:
-            msg = f"{file.parent / _PLACE} is missing: copy the line of {file} that begins with {{"
+            msg = (
+                f"{file.parent / _PLACE} is missing: create it from the line of {file} that "
+                "begins with {"
+            )
             raise FormatError(msg, [str(file)])
         with Checkpointer(place.run, **self._reading) as ckpt:
             checkpoint = ckpt.open(place.step)
@@ -349,12 +352,17 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         except CheckpointNotFoundError:
             pass
         except PenstockError as error:  # other ranks are waiting
-            log.warning("step %d, once of tag %s, stays: %s", before.step, place.tag, str(error))
+            log.warning(
+                "step %d, replaced in tag %s, is not deleted: %s",
+                before.step,
+                place.tag,
+                str(error),
+            )
 
     def _warn(self) -> None:
         if not self._warned and dist.get_rank() == 0:
             log.warning(
-                "DeepSpeed stores neither random numbers nor the place in the data, and no "
+                "DeepSpeed stores neither random state nor the position in the data, and no "
                 "gradients between two steps of the optimizer: for an exact resume, save between "
                 "steps, and give the rest to save_checkpoint(client_state=) (logged once)"
             )

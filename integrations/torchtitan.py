@@ -57,7 +57,7 @@ class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtita
         """
 
         mode: Literal["lazy", "async", "blocking"] = "lazy"
-        """How a save captures the state; the last save of a training is blocking."""
+        """How a save captures the state; the last save of a training run is blocking."""
 
         options: dict[str, Any] = field(default_factory=dict)
         """Options of `penstock.Checkpointer`, such as `rules`."""

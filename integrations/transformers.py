@@ -182,7 +182,7 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             raise ConfigError(msg)
         if self.args.push_to_hub and not (self.penstock_url and self.args.hub_strategy == "end"):
             msg = (
-                "push_to_hub uploads all of output_dir, and while it trains from folders that "
+                "push_to_hub uploads all of output_dir, and during training folders that "
                 "Penstock does not write: set penstock_url to a place outside of output_dir, and "
                 'hub_strategy="end"'
             )
@@ -240,8 +240,8 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         run.parts = frozenset(path.partition("/")[0] for path in keys)
         if "optimizer" not in run.parts and self.args.process_index == 0:
             log.warning(
-                "step %d was saved by save_only_model: optimizer, scheduler and random state start "
-                "from scratch",
+                "step %d was saved with save_only_model: optimizer, scheduler and random state "
+                "start from scratch",
                 run.step,
             )
         stub = run.stub(run.step)

@@ -67,7 +67,7 @@ class GradsProvider(StateProvider):
         parameters = _parameters(value)
         if context.node(path) is None and not context.children(path):
             # A list, so that `any` does not stop early: `selected` notes which patterns matched,
-            # and one that names a gradient must not be reported as matching nothing.
+            # and a pattern that names a gradient must not be reported as matching nothing.
             chosen = [context.selected((*path, name)) for name in parameters]
             if context.selected(path) or any(chosen):
                 result.missing.append(path)
@@ -123,7 +123,7 @@ def _parameters(value: Grads) -> dict[str, torch.Tensor]:
 
 
 def _place_grad(parameter: torch.Tensor, path: ObjectPath, context: PlaceContext) -> Placement:
-    """Plan the restore of a gradient, in place if the stored one fits; `finish` returns it."""
+    """Plan the restore of a gradient, in place if the live one fits; `finish` returns it."""
     grad, stored, device = parameter.grad, context.stored(path), parameter.device
     if stored is None:  # a tensor of parts
         if fits(grad, context.node(path), path, device):
@@ -134,7 +134,7 @@ def _place_grad(parameter: torch.Tensor, path: ObjectPath, context: PlaceContext
     shape = tuple(parameter.shape)
     if stored.kind is not Kind.TENSOR or stored.spec.shape != shape:
         there, here = list(stored.spec.shape), list(shape)
-        sentence = f"{show_path(path)} is a gradient of shape {there}, the parameter has {here}"
+        sentence = f"{show_path(path)} is a gradient of shape {there}, but the parameter has {here}"
         is_tensor = stored.kind is Kind.TENSOR
         differs = Placement()
         differs.differ(

@@ -183,11 +183,11 @@ def refuse_unsupported(array: np.ndarray[Any, Any], path: ObjectPath) -> None:
             "not know: save numpy.asarray() of it"
         )
     elif dtype.hasobject or dtype.kind not in _KINDS:
-        reason = f"is an array of dtype {dtype}, which holds Python objects: save a list of it"
+        reason = f"is an array of dtype {dtype}, which holds Python objects: save it as a list"
     elif dtype.fields is not None:
         reason = "is a structured array: save a dict of its fields"
     elif np.dtype(dtype_text(dtype)) != dtype:
-        reason = f"is an array of dtype {dtype}, which numpy does not know: save `.view('uint8')`"
+        reason = f"is an array of dtype {dtype}, unknown to numpy by name: save `.view('uint8')`"
     if reason is not None:
         msg = f"{show_path(path)} {reason}"
         raise UnsupportedStateError(msg)
@@ -216,7 +216,9 @@ def _target(array: np.ndarray[Any, Any], path: ObjectPath) -> Target:
 
 def _empty(stored: Any) -> np.ndarray[Any, Any]:
     shown = show_path(stored.path)
-    msg = f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks"
+    msg = (
+        f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks: upgrade it"
+    )
     try:
         dtype = np.dtype(stored.spec.dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # numpy parses a text with commas
@@ -231,5 +233,5 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]
 
 
 def _carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return an opaque dtype of the same size to copy by: `np.copyto` would pad strings."""
+    """Return an opaque dtype of the same size, since `np.copyto` would pad strings."""
     return np.dtype(f"V{dtype.itemsize}")

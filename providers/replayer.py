@@ -23,12 +23,12 @@ _ELEMENTWISE = frozenset(
 
 
 class TorchReplayer(Replayer):
-    """Replays every optimizer of `torch.optim` but `LBFGS`, which evaluates its closure often."""
+    """Replays all optimizers of `torch.optim` but `LBFGS`, whose step calls its closure often."""
 
     name: ClassVar[str] = "torch"
 
     def handles(self, optimizer: Any, /) -> bool:
-        """Return whether it is one of torch's own classes: a subclass may do anything."""
+        """Return whether the class is torch's own, since a subclass may do anything."""
         kind = type(optimizer)
         return kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ != "LBFGS"
 
@@ -47,8 +47,9 @@ class TorchReplayer(Replayer):
             if narrow:
                 dtype = str(narrow[0].dtype).removeprefix("torch.")
                 return (
-                    f"{name} unscales gradients of {dtype} in its fused step, which uses more bits "
-                    "of them than it leaves: call scaler.unscale_ before it, or use fused=False"
+                    f"{name} unscales gradients of {dtype} in its fused step, which computes with "
+                    "more bits than it writes back to them: call scaler.unscale_ before it, or use "
+                    "fused=False"
                 )
         return ""
 

@@ -159,9 +159,9 @@ def _generators(value: Any, has_cuda: Callable[[], bool]) -> dict[str, _Access]:
 
 def _states(value: Any, path: ObjectPath) -> dict[str, Any]:
     if isinstance(value, random.SystemRandom):
-        msg = f"{show_path(path)} is a SystemRandom, which has no state that could be stored"
+        msg = f"{show_path(path)} is a SystemRandom, which has no state to store: leave it out"
         raise UnsupportedStateError(msg)
-    # Reading the state of unused CUDA would initialise it, which takes seconds and memory.
+    # Reading the state of unused CUDA would initialize it, which takes seconds and memory.
     generators = _generators(value, torch.cuda.is_initialized)
     return {name: get() for name, (get, _) in generators.items()}
 

@@ -112,7 +112,7 @@ class StatefulProvider(StateProvider):
         if count != whole:
             if count:
                 result.problems.append(
-                    f"{show_path(path)} is a {kind} and {_why_not(count, whole)} selected"
+                    f"{show_path(path)} is a {kind} and {_why_not(count, whole)}"
                 )
             return result
         if not count and not context.selected(path):
@@ -153,9 +153,9 @@ def _why_not(count: int, whole: object) -> str:
     if isinstance(whole, int) and count > whole:
         return (
             "is restored whole, but each rank stored a part, as stages of a pipeline do: put the "
-            "modules themselves into the state. All are"
+            "modules themselves into the state"
         )
-    return f"comes whole or not at all, but only {count} of its {whole} objects are"
+    return f"is restored whole or not at all, but only {count} of its {whole} objects are selected"
 
 
 def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:

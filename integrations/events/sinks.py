@@ -155,7 +155,7 @@ class _Lane:
         if self._thread.is_alive():
             self._abandoned = True
             left = max(0, self._queue.qsize() - 1)  # without the end mark
-            self._drop(left, f"it did not end in time, and {left} events that wait are dropped")
+            self._drop(left, f"it did not end in time, and {left} waiting events are dropped")
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None and not self._abandoned:
@@ -171,7 +171,7 @@ class _Lane:
                 name = type(self._sink).__name__
                 # As text: a handler that keeps records would keep frames and their objects.
                 text = traceback.format_exc()
-                log.warning("%s raised; later errors of it are only counted:\n%s", name, text)
+                log.warning("%s raised; its later errors are only counted:\n%s", name, text)
 
     def _drop(self, count: int, why: str) -> None:
         self.dropped += count

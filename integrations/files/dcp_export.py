@@ -48,8 +48,8 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
         published(options.out, is_folder=True, overwrite=options.overwrite) as partial,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", UserWarning)  # it warns about a single process
-        # Without the copies ahead that it makes with CUDA. `published` syncs all files at the end.
+        warnings.simplefilter("ignore", UserWarning)  # DCP warns about a single process
+        # Without the copies ahead that DCP makes with CUDA. `published` syncs all files at the end.
         writer = _BatchWriter(partial, per_thread_copy_ahead=0, sync_files=False)
         try:
             save(stand_ins, storage_writer=writer, planner=planner, no_dist=True)

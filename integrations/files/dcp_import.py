@@ -55,7 +55,7 @@ def _with_lists(tree: Any) -> Any:
     if all(type(key) is int for key in made):
         if sorted(made) == list(range(len(made))):
             return [made[n] for n in range(len(made))]
-        msg = f"a list lacks some of its {len(made)} elements: {sorted(made)[:5]}"
+        msg = f"a list of {len(made)} elements has gaps: its indices are {sorted(made)[:5]}..."
         raise FormatError(msg)
     return {str(key): value for key, value in made.items()}
 

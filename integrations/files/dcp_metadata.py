@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
         raise FormatError(msg, [str(folder)])
     if not path.is_file():
         msg = (
-            f"{folder} has no .metadata, but one for each rank, as of a save with "
+            f"{folder} has no .metadata, but one for each rank, as a save writes with "
             "use_collectives=False: load it with torch.distributed.checkpoint, and save it again"
         )
         raise UnsupportedStateError(msg)
@@ -241,7 +241,7 @@ class _MetadataReader:
                 msg = (
                     f"{self._path}: {name!r} was transformed by {reprlib.repr(transforms)} when it "
                     "was saved, which Penstock does not undo: load it with "
-                    "torch.distributed.checkpoint, and save it again without"
+                    "torch.distributed.checkpoint, and save it again without that"
                 )
                 raise UnsupportedStateError(msg)
             file = PurePosixPath(self._typed(info.get("relative_path"), str))
@@ -305,7 +305,7 @@ class _MetadataReader:
     def _numbers(self, value: object) -> tuple[int, ...]:
         numbers = self._typed(value, tuple)
         if not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse("has something else where numbers of at least 0 belong")
+            self._refuse("has other values where integers of at least 0 belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:

@@ -44,7 +44,8 @@ _MAX_TAG_BYTES = 255
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the weights, the optimizer's state by parameter name, and the other training state.
 
-    Trained weights are the optimizer's fp32 weights. Only the other training state is read at once.
+    Trained weights are the optimizer's fp32 weights. Weights and optimizer tensors are read during
+    the save, all other state at once.
 
     Args:
         folder: The folder with the files, or its parent, in which the file `latest` names it.
@@ -69,7 +70,9 @@ def _tagged(folder: Path) -> Path:
     with latest.open("rb") as file:
         tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
     if tag in {"", ".", ".."} or {"/", "\0"} & set(tag) or not (folder / tag).is_dir():
-        msg = f"{latest} names {tag!r}, which is not a folder beside it: is the checkpoint whole?"
+        msg = (
+            f"{latest} names {tag!r}, which is not a folder beside it: is the checkpoint complete?"
+        )
         raise FormatError(msg, [str(latest)])
     return folder / tag
 
@@ -123,7 +126,7 @@ class _Reader:
             )
             raise UnsupportedStateError(msg)
         if not models:
-            self._refuse("has no file of the model: is the checkpoint whole?")
+            self._refuse("has no file of the model: is the checkpoint complete?")
         return models, states
 
     def _by_rank(self, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
@@ -137,7 +140,7 @@ class _Reader:
             files[rank] = self._folder / match[0]
         missing = [rank for rank in range(len(files)) if rank not in files]
         if missing:
-            self._refuse(f"lacks a file of rank {missing[0]}: is the checkpoint whole?")
+            self._refuse(f"lacks a file of rank {missing[0]}: is the checkpoint complete?")
         return [files[rank] for rank in range(len(files))]
 
     def _check_degrees(self) -> None:
@@ -155,7 +158,7 @@ class _Reader:
             count_there = state.get("partition_count")
             for number in count_there if isinstance(count_there, list) else [count_there]:
                 if number != count:
-                    self._refuse(f"is of {number} ranks, but has files of {count}")
+                    self._refuse(f"was saved by {number} ranks, but has files of {count}")
         if len(self._models) != (count if self._is_cut else 1):
             self._refuse(f"has {len(self._models)} files of the model for {count} ranks")
 
@@ -263,7 +266,7 @@ class _Reader:
         if isinstance(first, torch.Tensor) and first.dim():
             return self._joined(parameter, of_ranks, name, self._state_files)
         if any(value != first for value in of_ranks):
-            self._refuse(f"has ranks with another {name} of {parameter.name!r}: of other steps?")
+            self._refuse(f"has different {name} of {parameter.name!r} by rank: is it of one step?")
         # A tensor for each parameter: each step would count up a shared tensor several times.
         return first.clone() if isinstance(first, torch.Tensor) else first
 

@@ -115,12 +115,12 @@ def _check(options: ExportOptions, to: str) -> None:
     if source is None:
         return
     if to != "safetensors" or options.is_file:
-        msg = "config_from (--config-from) is for a folder of safetensors"
+        msg = "config_from (--config-from) works only for a folder of safetensors"
         raise ConfigError(msg)
     if not any((source / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         msg = (
-            f"{source} has no {CONFIG}, and no {ADAPTER_CONFIG}: give the folder of the model, or "
-            "of the adapter, for --config-from"
+            f"{source} has no {CONFIG}, and no {ADAPTER_CONFIG}: give config_from "
+            "(--config-from) the folder of the model or adapter"
         )
         raise ConfigError(msg)
 
@@ -128,7 +128,7 @@ def _check(options: ExportOptions, to: str) -> None:
 def _local(out: str | os.PathLike[str]) -> Path:
     text = os.fspath(out)
     if "://" in text:
-        msg = f"{text} is a URL: an export goes to files of this machine; copy them from there"
+        msg = f"{text} is a URL: export to a path on this machine, and copy the files from there"
         raise ConfigError(msg)
     return Path(os.path.abspath(text))  # noqa: PTH100 - `resolve` would follow a link at `out`
 

@@ -52,12 +52,14 @@ def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
     files = [single] if single is not None else _files(folder, suffix)
     if len(files) != 1:
         content = f"{len(files)} files, and no {index.name}" if files else f"no *{suffix}"
-        raise wrong(folder, f"has {content}: give one file, or a folder with that index")
+        raise wrong(folder, f"has {content}: give one file, or a folder with {index.name}")
     tree: dict[str, Any] = {"model": read(files[0])}
     if files[0].stem == ADAPTER:
         config = folder / ADAPTER_CONFIG
         if not config.is_file():
-            raise wrong(folder, f"has an adapter, but no {ADAPTER_CONFIG}: is the download whole?")
+            raise wrong(
+                folder, f"has an adapter, but no {ADAPTER_CONFIG}: is the download complete?"
+            )
         tree["adapter_config"] = _read_json(config)
     return tree
 
@@ -95,7 +97,7 @@ def _read_shards(index: Path, read: Callable[[Path], Mapping[str, T]]) -> dict[s
     for file in dict.fromkeys(weight_map.values()):
         path = index.with_name(file)
         if not path.is_file():
-            raise wrong(index, f"names {file}, which is not there: is the download whole?")
+            raise wrong(index, f"names {file}, which is not there: is the download complete?")
         for name, tensor in read(path).items():
             first_file = place.setdefault(name, file)
             if first_file != file:

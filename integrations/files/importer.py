@@ -43,7 +43,7 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
             `torch.distributed.checkpoint`, or one of DeepSpeed with ZeRO-1, 2 or 3.
         run: The run to save to, which is created if needed.
         step: The step to save as.
-        format: `"safetensors"`, `"torch"`, `"dcp"`, `"deepspeed"`; `"auto"` looks at the files.
+        format: `"safetensors"`, `"torch"`, `"dcp"`, `"deepspeed"`; `"auto"` detects it.
         include: Globs of paths to import; default: everything.
         exclude: Globs of paths to leave out.
         rename: Prefix of a path in the files -> prefix in the run, or a function of shown paths, as

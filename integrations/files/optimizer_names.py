@@ -140,7 +140,7 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
         by_number = dict(zip(numbers, own, strict=True))
     elif all(isinstance(name, str) for name in names):
         if len(names) != len(numbers):
-            msg = f"{source} has {len(names)} names, but the optimizer {len(numbers)} parameters"
+            msg = f"{source} has {len(names)} names, but the optimizer has {len(numbers)}"
             raise FormatError(msg, [source])
         by_number = dict(zip(numbers, map(str, names), strict=True))
     elif sum(bool(group["params"]) for group in groups) > 1:
@@ -178,8 +178,8 @@ def _aligned(
     if first is None or last is None or first != last[::-1]:
         how = "do not fit" if first is None else "fit in several ways"
         msg = (
-            f"the {len(numbers)} parameters of the optimizer {how} the {len(names)} tensors of "
-            f"{source}: give a JSON file with the list of their names, in order (--names-from)"
+            f"the {len(numbers)} parameters of the optimizer and the {len(names)} tensors of "
+            f"{source} {how}: give a JSON file with a list of their names, in order (--names-from)"
         )
         raise FormatError(msg, [source])
     return first

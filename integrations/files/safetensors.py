@@ -149,7 +149,7 @@ def _checked(source: SourceFile, name: str, fields: object, begin: int) -> _Stor
 
 
 def parse_object(path: Path, text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a file, without duplicate names.
+    """Parse `text` of the file `path` as a JSON object without duplicate names.
 
     Raises:
         FormatError: The text is not a JSON object, or has duplicate names.
@@ -165,8 +165,8 @@ def parse_object(path: Path, text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        msg = f"{path} has a header that is not JSON: {error}"
+        msg = f"{path} holds text that is not JSON: {error}"
         raise FormatError(msg, [str(path)]) from error
     if not isinstance(content, dict):
-        raise wrong(path, "has a header that is not a JSON object")
+        raise wrong(path, "holds JSON that is not an object")
     return content

@@ -168,7 +168,7 @@ def _names(
         first = path_of.setdefault(name, old)
         if first != old:
             both = f"{'/'.join(first)!r} and {'/'.join(old)!r}" if first else repr("/".join(old))
-            msg = f"{both} would be {name!r} in the file: give it another name with rename"
+            msg = f"{both} would be {name!r} in the file: choose another name with rename"
             raise SelectionError(msg)
     return names
 

@@ -169,6 +169,6 @@ def load_safely(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> ob
     msg = (
         f"{name} holds objects of {', '.join(sorted(refused))}, which torch does not load without "
         "running code, so nothing was loaded: leave them out of the file, or, if you trust it, "
-        "call torch.serialization.add_safe_globals with these classes, and import_checkpoint"
+        "call torch.serialization.add_safe_globals with these classes, then import_checkpoint"
     )
     raise UnsupportedStateError(msg)

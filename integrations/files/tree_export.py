@@ -45,7 +45,7 @@ def dtype_of(tensor: Streamed) -> torch.dtype:
 
 
 def empty_like(tensor: Streamed) -> torch.Tensor:
-    """Return a meta tensor of that dtype and shape."""
+    """Return a meta tensor with the dtype and shape of a streamed tensor."""
     return torch.empty(tuple(tensor.shape), dtype=dtype_of(tensor), device="meta")
 
 
@@ -54,7 +54,7 @@ class Written:
 
     def __init__(self, tensors: Iterable[Streamed], report: Callable[[Progress], None]) -> None:
         self.total = sum(empty_like(tensor).nbytes for tensor in tensors)
-        """The bytes of all tensors that it writes."""
+        """The bytes of all tensors that the export writes."""
         self._done = 0
         self._report = report
 

@@ -208,7 +208,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             holder._sampler = sampler
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the epoch after the saved epochs, as if training had just finished them."""
+        """Begin the epoch after the restored ones, as if training had just finished those."""
         del pl_module
         loop = trainer.fit_loop
         if self._resumed is None:

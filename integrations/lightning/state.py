@@ -1,4 +1,4 @@
-"""The rest of a trainer's state, without model and optimizers, and what prevents an exact resume."""
+"""A trainer's state without model and optimizers, and the settings that prevent an exact resume."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """Adapt rank 0's state to another number of ranks: drop its position in the data."""
     if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
         log.warning(
-            "lightning: saved in the middle of an epoch by another number of ranks: the rest of "
-            "the epoch reads its data from the start"
+            "lightning: saved in the middle of an epoch by a different number of ranks: the rest "
+            "of the epoch reads its data from the start"
         )
     state["loops"]["state_dict"]["combined_loader"] = state["loaders"] = state["generators"] = []
     state["order"] = None
@@ -154,7 +154,7 @@ def remarks(trainer: Any) -> Iterator[str]:
             "an epoch gets other samples: use torchdata.stateful_dataloader.StatefulDataLoader"
         )
     if len(loader.flattened) > 1 and "cycle" in loader._mode:
-        yield "several loaders of different lengths: which of them began again is not restored"
+        yield "with loaders of different lengths, it is not restored which of them began again"
     if trainer.fit_loop._data_fetcher.length is None:
         yield (
             "a data loader without a length is read one batch ahead: random numbers that its data "

@@ -250,7 +250,7 @@ class ModulePlacer:
 
     def _place_unloaded(self, item: object, path: ObjectPath, *, live: bool) -> None:
         """Plan the in-place restore of an object that no module loads, or report a problem."""
-        what = "made by a state-dict hook and is not part of the module"
+        what = "made by a state-dict hook and not a part of the module"
         if live:
             placed = self._context.place(item, path)
             if path not in placed.values and not placed.replaces:
@@ -259,8 +259,8 @@ class ModulePlacer:
             what = f"a plain {type(item).__name__} in the module's state dict"
         if self._context.selected(path):
             self._result.problems.append(
-                f"{show_path(path)} is {what} that could be restored in place: exclude it, or give "
-                "the module a `_load_from_state_dict` or a hook that takes it when it is loaded"
+                f"{show_path(path)} is {what}, so it cannot be restored in place: exclude it, or "
+                "give the module a `_load_from_state_dict` or a load hook that takes it"
             )
 
     def _in_place(self, placed: Placement) -> None:
@@ -298,15 +298,15 @@ class ModulePlacer:
         except Exception as error:
             msg = (
                 f"{shown}: its tensors are restored, but the module's own code failed to load "
-                f"them: {type(error).__name__}: {error}. It is undefined now."
+                f"them: {type(error).__name__}: {error}. The state of the module is undefined now."
             )
             raise RestoreError(msg) from error
         unloaded = [name for name in unloaded if name in made]
         if unloaded:
             msg = (
                 f"{shown}: its tensors are restored, but the module's own code left "
-                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. Take "
-                "it out of there when it is loaded (`state_dict.pop`), or exclude it."
+                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. "
+                "Remove each loaded entry from the dict (`state_dict.pop`), or exclude it."
             )
             raise RestoreError(msg)
 
@@ -317,7 +317,7 @@ class ModulePlacer:
             if name in made:
                 continue
             if name in self._owners:
-                # A module that returns its own object may empty that before it reads the argument.
+                # The argument may be the module's own object, which it may empty before reading it.
                 del state[name]
             elif isinstance(item, torch.Tensor):
                 state[name] = self._hooks.lend(name, item)

@@ -180,8 +180,8 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
             raise UnsupportedStateError(msg)
         if any(extension is not None for extension in flat_param._param_extensions):  # noqa: SLF001 - see above
             msg = (
-                f"{show_path(path)} is sharded by FSDP1 over DTensors, and it keeps only the local "
-                "tensors: use fully_shard with tensor parallelism"
+                f"{show_path(path)} is sharded by FSDP1 over DTensors, and FSDP1 keeps only their "
+                "local tensors: use fully_shard with tensor parallelism"
             )
             raise UnsupportedStateError(msg)
         replica = _replica(state)
@@ -229,7 +229,7 @@ def _replica(state: Any) -> tuple[int, int]:
 def _show(
     module: torch.nn.Module, shown: dict[str, Any], prefix: str, held: dict[tuple[int, str], _Held]
 ) -> None:
-    """Fill `shown` as `state_dict` would, but without FSDP1's hooks, which gather."""
+    """Fill `shown` as `state_dict` would, but without FSDP1's hooks, which gather parameters."""
     kind = _kind()
     assert kind is not None
     ours = isinstance(module, kind)

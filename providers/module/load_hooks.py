@@ -52,7 +52,7 @@ class LoadHooks:
         """Whether there is loading code that is not torch's own."""
 
     def may_take(self, name: str) -> bool:
-        """Return whether the loading code may use an entry of this name and of any type."""
+        """Return whether the loading code may read the entry `name`, whatever its type."""
         if self._overrides or any(map(name.startswith, self._takers)):
             return True
         prefix, _, last = name.rpartition(".")
@@ -96,7 +96,7 @@ def run_post_hooks(wrappers: Sequence[torch.nn.Module]) -> None:
 
 
 def _is_of_fully_shard(hook: Callable[..., Any]) -> bool:
-    """Return whether the hook is FSDP's; it handles replaced parameters, which no restore makes."""
+    """Return whether the hook is FSDP's, for replaced parameters; a restore replaces none."""
     return module_of(hook).startswith("torch.distributed.fsdp.")
 
 

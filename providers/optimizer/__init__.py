@@ -241,8 +241,8 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
     here, count = parameter.device_mesh.size(), context.world_size
     if here < count:
         msg = (
-            f"{show_path(path)} is an optimizer whose parameters have no names, over {here} of the "
-            f"{count} ranks: others may have other parameters in their place. Put the modules "
+            f"{show_path(path)} is an optimizer whose parameters have no names, on {here} of the "
+            f"{count} ranks: others may have other parameters at their positions. Put the modules "
             "themselves into the state tree, or build the optimizer from named_parameters()"
         )
         raise UnsupportedStateError(msg)

@@ -33,7 +33,10 @@ MEMBERSHIP = frozenset({"params", "param_names"})
 """Keys of a group that list its parameters; they are not options."""
 
 MAX_PARAMETERS = 1 << 20
-"""Most parameters of one optimizer: a stored count of a few bytes becomes a list of numbers."""
+"""The most parameters of one optimizer.
+
+Without a limit, a damaged count of a few bytes would become a huge list of numbers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
     if zero._overlap_with_ddp:  # noqa: SLF001 - torch has no other name for it
         msg = (
             f"{show_path(path)} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, which "
-            "keeps its state in functional optimizers: make it without, or use fully_shard"
+            "keeps its state in functional optimizers: turn that off, or use fully_shard"
         )
         raise UnsupportedStateError(msg)
     owned = frozenset(id(p) for group in zero.optim.param_groups for p in group["params"])
@@ -245,7 +248,8 @@ class Matcher:
             if not member.named:
                 continue
             nodes = [self._node(name) for name in member.candidates if uses[name] == 1]
-            # Third, by names that the checkpoint ties to it: a pipeline stage has its own copy.
+            # Third, by names that the checkpoint ties to the parameter: a pipeline stage has its
+            # own copy of a tied parameter.
             nodes += map(self._node, self._context.tied_names(member.parameter))
             for node in nodes:
                 if node is not None and node.path not in used and node.meta.get("named"):

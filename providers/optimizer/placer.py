@@ -117,7 +117,7 @@ class Placer:
         except Exception as error:
             msg = (
                 f"{show_path(self._path)}: its state is restored, but its own code failed to load "
-                f"it: {type(error).__name__}: {error}. It is undefined now."
+                f"it: {type(error).__name__}: {error}. The optimizer's state is undefined now."
             )
             raise RestoreError(msg) from error
 
@@ -230,7 +230,7 @@ class Placer:
             if count:
                 self._problem(
                     node.path,
-                    f"comes whole or not at all, but only {count} of its {whole} objects are "
+                    f"is restored whole or not at all, but only {count} of its {whole} objects are "
                     "selected",
                 )
             return

@@ -74,7 +74,8 @@ class _Layout:
 class StoredDict(PlaceContext):
     """Presents a stored state dict under the paths of a stored optimizer.
 
-    For a flattened dict the two paths differ, and patterns must select both.
+    In a flattened dict, the stored path of an object differs from its path in an optimizer. An
+    object is restored only if the patterns select both paths.
 
     Attributes:
         members: The parameters of the live optimizer, under the names to match them by.
@@ -403,10 +404,11 @@ def is_flattened(keys: Iterable[object]) -> bool:
 
 
 def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Return the full keys of the state, and those of the options, by parameter and rest of the key.
+    """Split the keys of a flattened state dict.
 
-    Names may contain dots. The parameter of a state key is its longest prefix that has options, or
-    else all but the last part of the key.
+    Returns the full keys of the state and those of the options, each by parameter and rest of the
+    key. Names may contain dots. The parameter of a state key is its longest prefix that has
+    options, or else all but the last part of the key.
     """
     state: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}

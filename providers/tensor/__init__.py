@@ -446,13 +446,13 @@ def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
     """
     kind = type(tensor)
     if tensor.is_nested:
-        _refuse(path, "is a nested tensor: save the tensors that its `.unbind()` gives")
+        _refuse(path, "is a nested tensor: save the tensors that its `.unbind()` returns")
     if kind not in _KNOWN:
         _refuse(path, _subclass_reason(kind))
     if tensor.is_meta:
-        _refuse(path, "is on the meta device and has no values: materialise it first")
+        _refuse(path, "is on the meta device and has no values: materialize it first")
     if tensor.is_mkldnn:
-        _refuse(path, "is in the layout of mkldnn: save `.to_dense()`")
+        _refuse(path, "has the mkldnn layout: save `.to_dense()`")
     if tensor.layout is not torch.strided:
         _refuse(
             path,
@@ -465,7 +465,7 @@ def refuse_unsupported(tensor: torch.Tensor, path: ObjectPath) -> None:
         _refuse(
             path,
             f"has a storage of {tensor.untyped_storage().nbytes()} bytes, too few for its shape "
-            f"{list(tensor.shape)}: it was freed or shrunk, so bring its memory back first",
+            f"{list(tensor.shape)}: it was freed or shrunk, so resize it back first",
         )
 
 
@@ -480,7 +480,7 @@ def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
             path,
             f"is a DTensor whose pieces are each a {type(local).__name__}, which consists of "
             "several tensors that cannot be put together with those of other ranks: shard plain "
-            "tensors (of quantized optimizers, those that are not quantized)",
+            "tensors, and use an optimizer that is not quantized",
         )
     refuse_unsupported(local, path)
 
@@ -488,11 +488,11 @@ def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
 def _subclass_reason(kind: type) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
-        return f"is a {kind.__name__}: run one forward of the lazy module before saving it"
+        return f"is a {kind.__name__}: run one forward pass of the lazy module before saving it"
     if any(base.__module__.startswith("torch.distributed") for base in kind.__mro__):
         return (
-            f"is a {kind.__name__}, and Penstock does not know its part on this rank: put "
-            "`penstock.Shard(piece, global_shape, offsets)` of each local piece into the state"
+            f"is a {kind.__name__}, and Penstock does not know which part of it is on this rank: "
+            "put `penstock.Shard(piece, global_shape, offsets)` of each local piece into the state"
         )
     dispatch = "__torch_dispatch__"
     if getattr(kind, dispatch, None) is not getattr(torch.Tensor, dispatch):
@@ -558,5 +558,5 @@ def refuse_place(path: ObjectPath) -> NoReturn:
     Raises:
         UnsupportedStateError: Always.
     """
-    msg = f"{show_path(path)} is a Streamed, which can be saved only: put a tensor there to restore"
+    msg = f"{show_path(path)} is a Streamed, which can only be saved: put a tensor there to restore"
     raise UnsupportedStateError(msg)

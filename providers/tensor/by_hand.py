@@ -1,8 +1,9 @@
 """Manually sharded tensors: `penstock.Shard`, and Megatron's `ShardedTensor`.
 
 A `ShardedTensor` of Megatron's `dist_checkpointing` is recognized by its fields, without an import.
-It records the position of its local tensor in the whole tensor. Axes that Megatron prepends number
-tensors, such as layers of a pipeline. Each number is a separate object below the path.
+It records the position of its local tensor in the whole tensor. The axes that Megatron prepends
+enumerate tensors, such as the layers of a pipeline. Each tensor is a separate object below the
+path, under its number.
 """
 
 from __future__ import annotations
@@ -245,9 +246,9 @@ def is_megatron(kind: type) -> bool:
 def describe_megatron(
     value: Any, path: ObjectPath, *, context: DescribeContext
 ) -> tuple[StateObject, tuple[Node, ...]]:
-    """Describe this rank's part of the whole tensor, which is empty unless it is the main replica.
+    """Describe this rank's part of the whole tensor, and return the nodes above it too.
 
-    Also returns the nodes above the object.
+    The part is empty unless this rank holds the main replica.
 
     Raises:
         UnsupportedStateError: The local tensor is missing, cannot be stored, or does not lie

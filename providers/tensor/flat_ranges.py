@@ -56,9 +56,9 @@ def is_stored_as_tensor(item: object) -> bool:
 
 
 def note_flat(parameter: torch.Tensor, flat: Flat | None) -> None:
-    """Record which elements `parameter` has, for its optimizer, which does not know the module.
+    """Record which elements of `parameter` this rank has: all of them if `flat` is None.
 
-    If `flat` is None, it has all elements.
+    The optimizer of the parameter needs this record, because it does not know the module.
     """
     _flats[parameter] = flat
 
@@ -85,8 +85,8 @@ def refuse_unknown(
     if any(getattr(p, "_fsdp_flattened", False) and not known(p) for p in parameters):
         msg = (
             f"{show_path(path)} has parameters that FSDP1 has flattened, and it is not known which "
-            "elements of them are here: put the FullyShardedDataParallel module itself, the "
-            "outermost, into the state"
+            "elements of them are here: put the outermost FullyShardedDataParallel module itself "
+            "into the state"
         )
         raise UnsupportedStateError(msg)
 

@@ -94,7 +94,7 @@ def place_parts(tensor: torch.Tensor, path: ObjectPath, *, context: PlaceContext
         return result
     if count != node.meta.get("objects"):
         result.problems.append(
-            f"{show_path(path)} comes whole or not at all, but only {count} of its "
+            f"{show_path(path)} is restored whole or not at all, but only {count} of its "
             f"{node.meta.get('objects')} parts are selected and stored"
         )
         return result
@@ -119,7 +119,7 @@ def _place_each(
     path: ObjectPath,
     context: PlaceContext,
 ) -> Placement:
-    """Plan the restore of all parts or none, because a mix of two states would be neither."""
+    """Plan the restore of all parts or none, since a mix of old and new parts is no valid state."""
     result = Placement(finish=lambda: tensor)
     placed = {name: context.place(part, (*path, name)) for name, part in parts.items()}
     misfit = _misfit(parts, placed, path, context)
@@ -171,7 +171,7 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
     result = Placement()
     makers: dict[str, Callable[[], object]] = {}
     for part in names:
-        # With a device parts are always in memory, never streamed: the class is made of tensors.
+        # With a device, parts are always in memory, never streamed: the class is made of tensors.
         placed = context.rebuild((*path, part), device=device or "cpu")
         result.absorb(placed)
         if placed.finish is not None:
@@ -275,7 +275,7 @@ def encode_context(value: object, path: ObjectPath) -> Any:
     try:
         return {"form": "value", "value": json.loads(encode_value(value, path))}
     except UnsupportedStateError as error:
-        msg = f"{error}. It belongs to the context that its __tensor_flatten__ gives."
+        msg = f"{error}. It belongs to the context that its __tensor_flatten__ returns."
         raise UnsupportedStateError(msg) from None
 
 
@@ -330,7 +330,7 @@ def safe_global(name: str, path: ObjectPath) -> Any:
     msg = (
         f"{show_path(path)} consists of the parts of a {show_text(name)}, which cannot be put "
         "together here: nothing loaded and registered with torch as safe has that name. Import "
-        "its package (and call torch.serialization.add_safe_globals on it where the package "
+        "its package (and call torch.serialization.add_safe_globals with the class, if the package "
         "does not); or restore into such a tensor; or exclude it, or read its parts one by one "
         "through open()"
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 MAX_REGIONS = 1 << 16
-"""Most rectangles of one local tensor. Strided cuts of an inner dimension make some per row."""
+"""Most rectangles of one local tensor. Strided cuts of an inner dimension make several per row."""
 
 
 class Cut(NamedTuple):

@@ -82,7 +82,7 @@ class BytesSource(ByteSource):
 
 
 class ValueProvider(StateProvider):
-    """Stores plain data as one value, encoded at once, as training may change it after `save`."""
+    """Stores plain data as one value, encoded at once: training may change it after `save`."""
 
     name = "value"
     forms = ("json", "pickle")

@@ -46,7 +46,7 @@ FACTORIES: dict[str, type] = {
     "frozenset": frozenset,
     "Counter": Counter,
 }
-"""The factories of a defaultdict that is one value; one that is a container may have fewer."""
+"""The factories of a defaultdict that is one value; a container of objects allows fewer."""
 PATHS: dict[str, type[pathlib.PurePath]] = {
     t.__name__: t
     for t in (
@@ -179,7 +179,7 @@ class _Encoder:
         shown = f"{kind.__module__}.{kind.__qualname__}"
         return self.refuse(
             f"is a {shown}, which cannot be stored: save plain data of it, give its class "
-            "state_dict and load_state_dict, or pass allow_pickle=True at both ends"
+            "state_dict and load_state_dict, or pass allow_pickle=True to save and to restore"
         )
 
     def _dataclass(self, value: Any, kind: type, names: tuple[str, ...]) -> Any:
@@ -189,9 +189,9 @@ class _Encoder:
         if unset or more:
             shown = ", ".join(sorted(map(str, unset | more)))
             self.refuse(
-                f"is of the dataclass {name}, and {shown} would not come back: all its fields and "
-                "nothing else are stored. Give the class state_dict and load_state_dict, or pass "
-                "allow_pickle=True at both ends"
+                f"is of the dataclass {name}, and {shown} would not come back: a dataclass is "
+                "stored only with all its fields set, and without other attributes. Give the class "
+                "state_dict and load_state_dict, or pass allow_pickle=True to save and to restore"
             )
         return {TAG: "dataclass", "class": name, "v": self._container(items, dict)}
 
@@ -254,7 +254,7 @@ def _encode_zone(encoder: _Encoder, zone: dt.tzinfo | None) -> Any:
         return [_delta(offset), None if name == plain else encoder.encode(name)]
     if type(zone) is ZoneInfo and zone.key:
         return zone.key
-    return encoder.refuse(f"has the time zone {zone!r}, which cannot be stored")
+    return encoder.refuse(f"has the time zone {zone!r}, which cannot be stored: use a ZoneInfo")
 
 
 def _delta(delta: dt.timedelta) -> list[int]:

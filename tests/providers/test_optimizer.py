@@ -556,7 +556,7 @@ def test_state_of_a_parameter_is_restored_whole_or_not_at_all(save):
     stored = save(job.state)
     problems = stored.plan(job.state, include="optimizer/state/*/exp_avg").problems
     assert len(problems) == 4
-    assert "comes whole or not at all, but only 1 of its 3 objects" in problems[0]
+    assert "is restored whole or not at all, but only 1 of its 3 objects" in problems[0]
     other = Job("Adam", steps=2, seed=1)
     before = flat(other.optimizer.state[other.model[0].weight])
     stored.restore(other.state, include="optimizer/state/2.bias")

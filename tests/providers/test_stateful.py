@@ -171,7 +171,8 @@ def test_stateful_object_is_restored_whole_or_not_at_all(save):
     stored = save({"k": Keeper({"a": 1, "b": 2}), "x": 1})
     (problem,) = stored.plan({"k": Keeper(0)}, include="k/a").problems
     assert problem == (
-        "k is a Keeper and comes whole or not at all, but only 1 of its 2 objects are selected"
+        "k is a Keeper and is restored whole or not at all, but only 1 of its 2 objects are "
+        "selected"
     )
     target = Keeper(0)
     stored.restore({"k": target, "x": 5}, include="x")

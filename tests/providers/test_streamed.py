@@ -90,5 +90,5 @@ def test_invalid_dtype_is_refused_by_path(tmp_path, dtype):
 def test_restore_into_a_streamed_tensor_is_refused(tmp_path):
     with penstock.Checkpointer(tmp_path) as ckpt:
         ckpt.save({"t": torch.ones(3)}, 1, mode="blocking")
-        with pytest.raises(penstock.UnsupportedStateError, match="can be saved only"):
+        with pytest.raises(penstock.UnsupportedStateError, match="can only be saved"):
             ckpt.restore({"t": penstock.Streamed("float32", (3,), print)})

@@ -223,7 +223,7 @@ def test_tensors_placed_together_are_restored_like_single_ones(save, picks, left
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse"),
-    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "is in the layout of mkldnn"),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "has the mkldnn layout"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),

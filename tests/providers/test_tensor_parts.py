@@ -148,7 +148,7 @@ def test_mismatches_are_reported_and_left_alone(save, what):
 def test_restores_all_parts_or_none(save):
     stored = save({"a": quantized(), "x": 1})
     (problem,) = stored.plan({"a": quantized(1), "x": 0}, include="a/codes").problems
-    assert "a comes whole or not at all, but only 1 of its 2" in problem
+    assert "a is restored whole or not at all, but only 1 of its 2" in problem
     target = quantized(1)
     stored.restore({"a": target, "x": 0}, include="x")
     assert equal(target, quantized(1))

@@ -97,7 +97,7 @@ def test_a_late_sink_warns_if_its_queue_was_never_full(caplog):
     go.set()
     assert sinks.dropped == (2,)
     assert warnings(caplog) == [
-        "Kept is late: it did not end in time, and 2 events that wait are dropped"
+        "Kept is late: it did not end in time, and 2 waiting events are dropped"
     ]
 
 

@@ -395,7 +395,7 @@ BAD = {
     "no json": (header(None, text=b"{nonsense"), "is not JSON"),
     "deep json": (header(None, text=b"[" * 100_000), "is not JSON"),
     "no utf-8": (header(None, text=b'{"\xff": 1}'), "is not JSON"),
-    "no object": (header([1]), "not a JSON object"),
+    "no object": (header([1]), "JSON that is not an object"),
     "data cut short": (header({"a": f32(0, 8)}, data=7), "its header says"),
     "bytes left over": (header({"a": f32(0, 8)}, data=9), "its header says"),
     "gap": (header({"a": f32(0, 4), "b": f32(8, 12)}, data=12), "'b' follows a gap"),

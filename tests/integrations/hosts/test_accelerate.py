@@ -135,7 +135,7 @@ def test_other_number_of_ranks_starts_the_epoch_again_with_a_warning(tmp_path):
     assert len(run(stops, tmp_path).losses) == 13
     resumed = run(program, tmp_path, ranks=2)
     assert resumed.returncode == 0, resumed.text
-    assert "saved in the middle of epoch 1 by another number of ranks" in resumed.text
+    assert "saved in the middle of epoch 1 by a different number of ranks" in resumed.text
     assert len(resumed.losses) == 10, resumed.text  # two epochs of five batches
 
 

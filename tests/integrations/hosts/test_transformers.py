@@ -281,7 +281,7 @@ def test_a_model_only_save_warns_and_resumes(tmp_path, caplog):
     resumed = trainer_of(Trainer, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
-    assert [text for text in warnings_of(caplog) if "step 3 was saved by save_only_model" in text]
+    assert [text for text in warnings_of(caplog) if "step 3 was saved with save_only_model" in text]
 
 
 class WithFile(transformers.Trainer):
