@@ -96,10 +96,10 @@ def test_the_program_for_ranks_continues_with_any_number_of_them(tmp_path):
     program += 'print("ran until", step, state["data"].value["row"], flush=True)\n'
     (tmp_path / "train.py").write_text(program)
     lasts = []
-    for count in (2, 2, 3):
+    for count in (2, 3):
         outputs = interpreters.run_as_torchrun(count, "train.py", cwd=tmp_path)
         lasts.append(sorted(re.findall(r"ran until (\d+ \d+)", "".join(outputs))))
-    assert lasts == [["2 1024", "2 24"], ["5 1048", "5 48"], ["8 1072", "8 2072", "8 72"]]
+    assert lasts == [["2 1024", "2 24"], ["5 1048", "5 2048", "5 48"]]
 
 
 README_PROGRAM = """

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests import interpreters
 from tests.golden.runs import RUNS
 from tests.integration.support import bits
 
@@ -25,8 +24,7 @@ PARAMETERS = ["0.weight", "0.bias", "1.weight", "1.bias"]  # of the model of the
 
 
 def read(root, *options):
-    command = [sys.executable, READER, root, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return interpreters.run(READER, root, *options)
 
 
 def roots(run, folder):

@@ -29,7 +29,17 @@ def make_with(kind):
     return make
 
 
-@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+# `test_replay.py` replays all others.
+QUICK = {"AdamW", "AdamW fused", "AdamW with a tensor", "Muon", "SGD fused"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+        for kind in sorted(OPTIMIZERS)
+    ],
+)
 def test_torch(kind):
     check_replayer(make_with(kind))
 

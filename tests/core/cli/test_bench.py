@@ -173,7 +173,9 @@ def test_a_leftover_place_is_garbage_of_the_run(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_terminated_bench_leaves_no_files(tmp_path, number):
     root = tmp_path / "not" / "there"
     process = interpreters.start(

@@ -230,7 +230,9 @@ def train(root, step):
         assert ckpt.log(state, step)
 
 
-@pytest.mark.parametrize("how", [[], ["--codec", "zstd"], ["--flatten"]])
+@pytest.mark.parametrize(
+    "how", [[], ["--codec", "zstd"], pytest.param(["--flatten"], marks=pytest.mark.slow)]
+)
 def test_copy_has_the_log_and_restores_to_the_same_bits(call, logged, tmp_path, how):
     target = tmp_path / "copy"
     done = call("copy", logged, target, *how)

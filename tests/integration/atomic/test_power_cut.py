@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.effort import every
 from tests.integration.atomic.crash_scenarios import check_run, each_scenario
 
 from penstock.testing.faults import LatencyBackend
@@ -33,7 +34,7 @@ def test_a_power_cut_during_any_effect_leaves_old_or_new(scenario, most_cuts):
             cuts += 1
         if over:
             break
-        points += 1
+        points += every(2)
     assert points, "there was nothing to cut"
     print(f"{scenario.name}: {cuts} cuts at {points} points")
     assert all(end in found for end in scenario.ends)

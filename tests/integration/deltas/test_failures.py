@@ -79,7 +79,7 @@ def fail_one_call(operation, nth, error, *, late, mode, memory_bytes):
         ("stat", 0), ("read", None), ("read", 0),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_failure_at_any_call_of_a_chain_save_loses_only_that_save(operation, memory_bytes, stride):
     for nth in itertools.count(1, stride):
         odd, memory = nth % 2 == 1, {"memory_bytes": memory_bytes}

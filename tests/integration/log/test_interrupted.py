@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from tests import interpreters
+from tests.effort import every
 from tests.integration.log.tiny import Tiny, bits_of, logged, restored
 from tests.integration.support import memory
 
@@ -94,7 +95,7 @@ def test_store_that_fails_while_steps_are_replayed():
     assert restored(store) == 4
     reads = [names for name, names in store.calls if name == "read" and ".log" in str(names)]
     seen = set()
-    for number in range(1, len(reads) + 1):
+    for number in range(1, len(reads) + 1, every(2)):
         error = penstock.StorageError("gone")
         store = FaultyBackend(inner, Fault("read", number, match=".log", error=error))
         training = Tiny(seed=9)

@@ -9,7 +9,7 @@ from tests import interpreters
 
 pytestmark = pytest.mark.process
 
-LAST, SAVE_EVERY = 40, 10
+LAST, SAVE_EVERY = 20, 6
 
 
 def train(root, kill_after=None):
@@ -31,12 +31,16 @@ def test_killed_training_loses_at_most_the_step_that_was_not_yet_durable(tmp_pat
     choice = random.Random(seed)
     whole = dict(train(tmp_path / "whole")[1:])
     assert len(whole) == LAST
+    kill_until_trained(tmp_path / "killed", choice, whole)
+
+
+def kill_until_trained(root, choice, whole):
+    """Kill a training at drawn moments, resume it until its last step, and compare its losses."""
     reached = -1
     while reached < LAST - 1:
-        lines = train(tmp_path / "killed", choice.randrange(2, 14))
-        first = int(lines[0][1])
+        lines = train(root, choice.randrange(2, 14))
         # The entry of the last step may not be written yet.
-        assert first >= reached
+        assert int(lines[0][1]) >= reached
         for step, loss in lines[1:]:
             assert loss == whole[step]
             reached = max(reached, int(step))

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tests.effort import every
 from tests.integration.atomic.crash_scenarios import mortal
 from tests.integration.log.tiny import Tiny, WithoutAppends, bits_of, restored
 
@@ -54,11 +55,11 @@ def test_power_cut_during_any_effect_loses_at_most_one_step(wrap, most_cuts):
                 step = -1
             assert step >= promised
             found.add(step)
-        if step >= 0 and points % 3 == 0:
+        if step >= 0 and points % 9 == 0:
             check_that_it_continues(store, step)
         if over:
             break
-        points += 1
+        points += every(3)
     assert {-1, 0, LAST} <= found
     assert len(found) > LAST
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.integration.log.trainings import KINDS, Training, equal
+from tests.integration.log.trainings import Training, equal
 from torch import nn, optim
 
 import penstock
@@ -155,7 +155,8 @@ def test_replayer_that_fails_in_training_ends_the_log_only(tmp_path, caplog):
     assert "after step 0: the replayer of Drifting failed: OSError: no sensor" in caplog.text
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+# `test_replay.py` logs with all others: a failed proof would end the log.
+@pytest.mark.parametrize("kind", ["AdamW foreach", "SGD fused", "Adafactor"])
 def test_optimizers_of_torch_pass(tmp_path, kind, caplog, monkeypatch):
     checked = []
     check = proof.Proof.check

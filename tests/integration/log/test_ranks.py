@@ -234,7 +234,7 @@ def test_sharded_training_that_is_killed_repeats_all_bits(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_ranks_replay_the_gradients_of_their_own_parts(tmp_path, count):
     killed = train(tmp_path, dies_at=9, foreach=True)
     for resumed in train(tmp_path, count, last=10, foreach=True):

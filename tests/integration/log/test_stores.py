@@ -89,7 +89,7 @@ def test_hung_reading_of_the_log_ends_by_name(call, gate, clock):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("nth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("call", CALLS)
 def test_failed_call_loses_no_durable_step(call, nth, late, caplog):
     inner = memory()

@@ -2,13 +2,11 @@
 
 import random
 import shutil
-import signal
-import subprocess
 import time
 
 import pytest
 import torch
-from tests import interpreters
+from tests.integration.log.test_kill import kill_until_trained, train
 from tests.integration.log.test_ranks import Replica, trained
 from tests.integration.log.trainings import Training, equal
 from tests.integration.ranks.saving import Job
@@ -282,32 +280,9 @@ def test_ranks_log_to_the_fast_tier(run):
     assert Job(2, url).run(restore) == [None] * 2
 
 
-LAST, SAVE_EVERY = 40, 10
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_killed_training_in_tiers_loses_at_most_one_step(run, seed):
     url = f"tiered://?fast={run.fast}&durable={run.durable}&keep_fast={seed % 2}"
-    choice = random.Random(seed)
-
-    def train(url, kill_after=None):
-        command = ("-m", "tests.integration.log.train", url, str(LAST), str(SAVE_EVERY))
-        process = interpreters.start(*command, stdout=subprocess.PIPE)
-        lines = []
-        for line in process.stdout:
-            lines.append(line.split())
-            if len(lines) == kill_after:
-                process.send_signal(signal.SIGKILL)
-                break
-        process.communicate()
-        return lines
-
-    whole = dict(train(str(run.fast.parent / "whole"))[1:])
-    reached = -1
-    while reached < LAST - 1:
-        lines = train(url, choice.randrange(2, 14))
-        assert int(lines[0][1]) >= reached
-        for step, loss in lines[1:]:
-            assert loss == whole[step]
-            reached = max(reached, int(step))
+    whole = dict(train(run.fast.parent / "whole")[1:])
+    kill_until_trained(url, random.Random(seed), whole)

@@ -92,7 +92,13 @@ def delete_and_prune(other):
 
 @pytest.mark.parametrize(
     ("act", "left"),
-    [(delete, 4), (overwrite, 5), (rewind, 0), (rewind_to_the_base, 5), (delete_and_prune, 4)],
+    [
+        pytest.param(delete, 4, marks=pytest.mark.slow),  # `delete_and_prune` has it
+        (overwrite, 5),
+        pytest.param(rewind, 0, marks=pytest.mark.slow),  # `test_tiers` rewinds a log
+        (rewind_to_the_base, 5),
+        (delete_and_prune, 4),
+    ],
 )
 def test_checkpoint_that_disappears_takes_its_log_along(store, act, left):
     training = Tiny()

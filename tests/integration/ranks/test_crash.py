@@ -131,7 +131,7 @@ def stored():
 
 
 each_stride = pytest.mark.parametrize(
-    "stride", [8, pytest.param(1, marks=pytest.mark.slow)], ids=["every eighth", "every"]
+    "stride", [12, pytest.param(1, marks=pytest.mark.slow)], ids=["every twelfth", "every"]
 )
 
 

@@ -31,7 +31,7 @@ CHAINED = {
 }
 STILL = torch.arange(9000.0)  # saves of a chain share it
 MASTER = torch.randn(90, 100, generator=torch.Generator().manual_seed(1))
-POINTS = 3  # effects at which a disk loses power; the slow test takes all of them
+POINTS = 2  # effects at which a disk loses power; the slow test takes all of them
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def export(run, out, to, last):
         pytest.param("safetensors", "hf", False, marks=pytest.mark.slow),
         ("safetensors", "hf", True),
         pytest.param("safetensors", "one.safetensors", False, marks=pytest.mark.slow),
-        ("torch", "o.pt", True),
+        pytest.param("torch", "o.pt", True, marks=pytest.mark.slow),
         pytest.param("dcp", "d", True, marks=pytest.mark.slow),
     ],
 )
