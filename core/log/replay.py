@@ -14,8 +14,10 @@ from penstock.core.abc import StateObject, Unit
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.pool import Pool
 from penstock.core.errors import DamagedError
+from penstock.core.format.strict_json import load_json
 from penstock.core.log.archive import EntryBackend
-from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
+from penstock.core.log.encoding import LAYOUT, OPTIONS, STATE, STEPS
+from penstock.core.log.recorder import optimizers_of
 from penstock.core.log.recut import recut
 from penstock.core.log.replayed import CUT, cut_digest, take_again
 from penstock.core.log.steps import (
@@ -215,7 +217,10 @@ class LogReplay:
         selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
 
         def read(entries: Sequence[Opened]) -> Sequence[Mapping[str, Any]]:
-            return [build_new(e, selection=selection, device=None)[0] for e in entries]
+            trees = [build_new(e, selection=selection, device=None)[0] for e in entries]
+            for step in (step for tree in trees for step in tree.get(STEPS, ())):
+                step[LAYOUT] = load_json(step[LAYOUT].encode(), "the layout of an entry")
+            return trees
 
         pool = Pool(1, "penstock-log", timing=self.workers.timing)
         reads = (pool.submit(partial(read, entries)) for entries in opened)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
-    from penstock.core.types import BlobInfo
+    from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
 
@@ -247,7 +247,7 @@ def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> It
         at, previous = at + header.stored_bytes, header.digest
 
 
-def _requests(at: int, buffers: Sequence[bytes]) -> Iterator[WriteRequest]:
+def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
     """Yield the writes of `buffers` one after the other; each is short for a store's time limit."""
     pieces: list[memoryview] = []
     size = 0
@@ -302,7 +302,7 @@ class SegmentWriter:
         """Append nothing more."""
         self._ended = True
 
-    def append(self, step: int, files: Mapping[str, bytes], *, sync_every: int) -> int:
+    def append(self, step: int, files: Mapping[str, Sequence[Buffer]], *, sync_every: int) -> int:
         """Append an entry; every `sync_every`-th call makes all of them durable.
 
         Returns:

@@ -83,6 +83,10 @@ class LoggedStep:
             )
             raise NotLoggedError(msg)
 
+    def release(self) -> None:
+        """Hold the gradients no longer: training gets their memory again."""
+        self.grads, self.versions = (), ()
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the gradients."""
         return (grad for group in self.grads for grad in group if grad is not None)

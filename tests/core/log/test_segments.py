@@ -25,7 +25,8 @@ def files(step):
 
 def append(writer, *steps, sync_every=1):
     for step in steps:
-        writer.append(step, files(step), sync_every=sync_every)
+        buffers = {name: [data] for name, data in files(step).items()}
+        writer.append(step, buffers, sync_every=sync_every)
 
 
 def writer(backend, **options):
@@ -195,7 +196,7 @@ def test_segment_after_lost_ones_comes_last():
 
 def test_long_entry_is_written_in_pieces():
     backend = FaultyBackend(memory())
-    writer(backend).append(1, {"data/blob": bytes(50 << 20)}, sync_every=1)
+    writer(backend).append(1, {"data/blob": [bytes(50 << 20)]}, sync_every=1)
     assert steps(backend) == [1]
     assert len([name for name, _ in backend.calls if name == "write"]) >= 4
 

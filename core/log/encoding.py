@@ -1,0 +1,237 @@
+"""Encodes entries of a log as checkpoints in memory.
+
+A save into memory gives the same files. Its threads, records and copies of all bytes took four
+times as much CPU time, which training on the same cores lost (`benchmarks/log.py`).
+
+Tested in `tests/integration/log/test_replay.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.config.model import load_config
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.index import encode_blocks, merged
+from penstock.core.format.records import blob_name, commit_name
+from penstock.core.format.strict_json import dump_json
+from penstock.core.log.recut import cuts_of
+from penstock.core.log.replayed import stored_step
+from penstock.core.pipeline.chunks import ChunkResult
+from penstock.core.pipeline.codec_chain import checksum_blocks
+from penstock.core.pipeline.links import load_link
+from penstock.core.pipeline.staging import map_memory
+from penstock.core.plan.save import RawLayout, context_of
+from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.prepare import plan_state
+from penstock.core.save.rules import ChainTable
+from penstock.core.tree.describe import describe_tree
+from penstock.core.tree.known import Known
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.core.abc import Node, StateObject
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.recut import Cut
+    from penstock.core.log.steps import LoggedStep
+    from penstock.core.pipeline.codec_chain import CodecChain, EncodedFrame
+    from penstock.core.plan.save import SavePlan
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.save.request import SaveRequest
+    from penstock.core.types import Buffer
+
+STATE, STEPS, OPTIONS = "state", "steps", "options"
+"""The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
+
+LAYOUT = "layout"
+"""The key, in a step, of the layout of its gradients; an entry has it as JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What an entry stores.
+
+    Attributes:
+        step: The number of the step.
+        rest: The description of what no optimizer changes, with its bytes.
+        providers: Name and version of each provider that described it.
+        steps: The steps of optimizers, each with the path of its optimizer.
+        options: The options of all groups, by the path of the optimizer.
+    """
+
+    step: int
+    rest: Sequence[StateObject | Node]
+    providers: Mapping[str, int]
+    steps: Sequence[tuple[str, LoggedStep]]
+    options: Mapping[str, Any]
+
+
+class EntryEncoder:
+    """Encodes entries. For one thread."""
+
+    def __init__(self, workers: Workers, config: CheckpointerConfig, registry: Registry) -> None:
+        self._workers = workers
+        self._registry = registry
+        self._config = load_config(
+            {
+                "backend": "memory://",
+                "allow_pickle": config.allow_pickle,
+                "chunk_bytes": config.chunk_bytes,
+                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
+            }
+        )
+        self._table = ChainTable(self._config, registry)
+        for codec in (codec for chain in self._table.chains if chain for codec in chain.codecs):
+            load_link(codec)
+        self._known = Known()
+        self._cuts: dict[object, Cut] = {}
+        # Memory that is kept for the next entry: fresh pages take as long as the codecs.
+        self._flat: list[dict[str, Any]] = []  # gradients, of each step by dtype
+        self._frames: list[memoryview] = []
+
+    def encode(self, entry: Entry) -> dict[str, Sequence[Buffer]]:
+        """Return the files of an entry's checkpoint, each as its buffers, until the next call.
+
+        Raises:
+            NotLoggedError: The entry cannot be replayed exactly.
+            PenstockError: No reader would accept it.
+        """
+        self._flat += [{} for _ in entry.steps[len(self._flat) :]]
+        steps = [
+            stored_step(step, path, self._cut_of, flat)
+            for (path, step), flat in zip(entry.steps, self._flat, strict=False)
+        ]
+        for (_, step), stored in zip(entry.steps, steps, strict=True):
+            if step.proof is not None:
+                step.proof.check(step.replayer, stored)
+            step.release()
+        return self._files(self._request(entry, steps))
+
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
+
+    def _request(self, entry: Entry, steps: Sequence[Mapping[str, Any]]) -> SaveRequest:
+        known = Known(self._known)
+        # As text, since describing nested lists takes longer than all else.
+        rows = [{**step, LAYOUT: dump_json(step[LAYOUT]).decode()} for step in steps]
+        description = describe_tree(
+            {STEPS: rows, OPTIONS: entry.options},
+            providers=self._registry.providers,
+            allow_pickle=self._config.allow_pickle,
+            known=known,
+        )
+        providers = {**entry.providers, **dict(description.providers_used)}
+        both = replace(
+            description,
+            entries=(*entry.rest, *description.entries),
+            providers_used=tuple(sorted(providers.items())),
+        )
+        request = plan_state(
+            both, config=self._config, table=self._table, step=entry.step, generation=0,
+            mode="blocking", share=False, derive=False, known=known,
+        )  # fmt: skip
+        self._known = known
+        return request
+
+    def _files(self, request: SaveRequest) -> dict[str, Sequence[Buffer]]:
+        plan, uid = request.plan, secrets.token_hex(16)
+        results: dict[int, ChunkResult] = {}
+        raw: list[memoryview] = []
+        encoded: list[memoryview] = []
+        layout = RawLayout()
+        chains: dict[int, CodecChain] = {}
+        for number, chunk in enumerate(plan.chunks):
+            chain = request.chains[chunk.chain]
+            if chain is not None:
+                chains[number] = chain
+                continue
+            end, offset = layout.end, layout.place(chunk)
+            raw += memoryview(bytes(offset - end)), _bytes_of(plan, number)
+            results[number] = _raw_result(raw[-1], offset, request.block_bytes)
+        end = 0
+        for number, (frame, data) in self._encoded(plan, chains).items():
+            encoded.append(data)
+            if len(frame.declined) == len(chains[number].codecs):
+                results[number] = _raw_result(data, end, request.block_bytes, frame.declined)
+            else:
+                results[number] = ChunkResult(
+                    end, frame.length, (frame.checksum,), frame.raw_checksum, frame.lengths,
+                    frame.declined,
+                )  # fmt: skip
+            end += data.nbytes
+        kinds = {"raw": raw, "enc": encoded}
+        blobs = {blob_name(uid, 0, 0, kind): data for kind, data in kinds.items() if data}
+        manifest = ManifestWriter(request, {}, shipper=self._registry.shipper)
+        sizes = [(name, sum(map(len, buffers))) for name, buffers in blobs.items()]
+        part = manifest.encode_part(uid, dict(sorted(results.items())), sizes, derived={})
+        index, record = manifest.encode(
+            uid, [part.summary], encode_blocks(merged([part.shards])),
+            engine="memory", created=self._workers.timing.clock.now_iso(),
+        )  # fmt: skip
+        return {
+            commit_name(record.step, record.generation): [encode_commit(record)],
+            record.index.name: [index],
+            part.summary.entry.name: [part.data],
+            **blobs,
+        }
+
+    def _encoded(
+        self, plan: SavePlan, chains: Mapping[int, CodecChain]
+    ) -> dict[int, tuple[EncodedFrame, memoryview]]:
+        """Encode chunks side by side; return the frame of each, and what to store."""
+        tasks = []
+        for place, (number, chain) in enumerate(chains.items()):
+            bound = chain.max_encoded_size(plan.chunks[number].length)
+            if place == len(self._frames):
+                self._frames.append(memoryview(b""))
+            if self._frames[place].nbytes < bound:
+                self._frames[place] = memoryview(map_memory(bound))
+            tasks.append(partial(_encode, plan, number, chain, self._frames[place]))
+        frames = {}
+        for number, outcome in zip(chains, self._workers.side_by_side(tasks), strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            frames[number] = outcome
+        return frames
+
+
+def _encode(
+    plan: SavePlan, number: int, chain: CodecChain, out: memoryview
+) -> tuple[EncodedFrame, memoryview]:
+    data = _bytes_of(plan, number)
+    frame = chain.encode(data, out, context=context_of(plan, plan.chunks[number]))
+    return frame, data if len(frame.declined) == len(chain.codecs) else out[: frame.length]
+
+
+def _raw_result(
+    data: memoryview, offset: int, block_bytes: int, declined: tuple[int, ...] = ()
+) -> ChunkResult:
+    blocks = frame_blocks(offset, data.nbytes, block_bytes)
+    return ChunkResult(offset, data.nbytes, tuple(checksum_blocks(data, blocks)), declined=declined)
+
+
+def _bytes_of(plan: SavePlan, number: int) -> memoryview:
+    """Return the bytes of a chunk, without a copy if they are one object in host memory."""
+    chunk = plan.chunks[number]
+    if not chunk.slab:
+        (piece,) = chunk.pieces
+        view = plan.objects[piece.item].entry.source.view()
+        if view is not None:
+            return view[piece.start : piece.stop]
+    data = memoryview(bytearray(chunk.length))
+    for piece in chunk.pieces:
+        out = data[piece.at : piece.at + piece.stop - piece.start]
+        pending = plan.objects[piece.item].entry.source.copy_out(piece.start, out)
+        if pending is not None:
+            pending.wait()
+    return data
