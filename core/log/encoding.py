@@ -87,8 +87,6 @@ class EntryEncoder:
             }
         )
         self._table = ChainTable(self._config, registry)
-        for codec in (codec for chain in self._table.chains if chain for codec in chain.codecs):
-            load_link(codec)
         self._known = Known()
         self._cuts: dict[object, Cut] = {}
         # Memory that is kept for the next entry: fresh pages take as long as the codecs.
@@ -196,6 +194,8 @@ class EntryEncoder:
                 self._frames.append(memoryview(b""))
             if self._frames[place].nbytes < bound:
                 self._frames[place] = memoryview(map_memory(bound))
+            for codec in chain.codecs:
+                load_link(codec)
             tasks.append(partial(_encode, plan, number, chain, self._frames[place]))
         frames = {}
         for number, outcome in zip(chains, self._workers.side_by_side(tasks), strict=True):

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
@@ -455,7 +456,8 @@ class _Writing:
     ) -> None:
         self._recorder = recorder
         self._queue: Queue[tuple[Entry, Sequence[SegmentWriter]] | None] = Queue()
-        self._encoder = EntryEncoder(workers, config, registry)
+        self._make_encoder = partial(EntryEncoder, workers, config, registry)
+        self._encoder: EntryEncoder | None = None
         self._thread = workers.spawn("log", self._run)
 
     def put(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
@@ -487,6 +489,8 @@ class _Writing:
             self._queue.task_done()
 
     def _append(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
+        if self._encoder is None:  # on this thread, since importing codecs takes long
+            self._encoder = self._make_encoder()
         files = self._encoder.encode(entry)
         size = sum(len(buffer) for buffers in files.values() for buffer in buffers)
         self._recorder.make_room(size * len(writers))

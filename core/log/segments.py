@@ -65,16 +65,29 @@ class StoredEntry:
         files = decode_directory(bytes(data), self.header, self.segment)
         return {name: (self.segment, start + at, length) for name, (at, length) in files.items()}
 
-    def is_whole(self, backend: Backend) -> bool:
-        """Read the whole entry; return whether its bytes are those that were written."""
-        return is_whole(self.pieces(backend), self.header)
+    def damage(self, backend: Backend) -> str:
+        """Return what follows if this entry is not whole."""
+        return (
+            f"ends before step {self.header.step}: its entry in {self.segment} on {backend.url} "
+            "is damaged"
+        )
 
-    def pieces(self, backend: Backend) -> Iterator[memoryview]:
-        """Yield the payload: with the header before it, all pieces but the last fill pages."""
-        start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        limit = _PIECE_BYTES - HEADER_BYTES
+    def is_whole(self, backend: Backend, into: memoryview | None = None) -> bool:
+        """Read the whole entry; return whether its bytes are those that were written."""
+        return is_whole(self.pieces(backend, into), self.header)
+
+    def pieces(self, backend: Backend, into: memoryview | None = None) -> Iterator[memoryview]:
+        """Yield the payload: with the header before it, all pieces but the last fill pages.
+
+        Args:
+            backend: The store.
+            into: The memory for the payload; None: each piece gets its own.
+        """
+        begin = start = self.offset + HEADER_BYTES
+        left, limit = self.header.payload_bytes, _PIECE_BYTES - HEADER_BYTES
         while left:
-            data = memoryview(bytearray(min(left, limit)))
+            size, at = min(left, limit), start - begin
+            data = memoryview(bytearray(size)) if into is None else into[at : at + size]
             backend.read([ReadRequest(self.segment, start, data)])
             yield data
             start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
@@ -136,15 +149,16 @@ class StoredLog:
         self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
         return True
 
+    def up_to(self, step: int | None) -> list[StoredEntry]:
+        """Return the entries up to a step; None: all. Their payloads may be damaged."""
+        return [e for e in self.entries if step is None or e.header.step <= step]
+
     def whole(self, *, up_to: int | None = None) -> list[StoredEntry]:
         """Return the entries before the first damaged one, up to a step; reads all of them."""
-        chosen = [e for e in self.entries if up_to is None or e.header.step <= up_to]
+        chosen = self.up_to(up_to)
         for number, entry in enumerate(chosen):
             if not entry.is_whole(self._backend):
-                log.warning(
-                    "the log ends before step %d: its entry in %s on %s is damaged",
-                    entry.header.step, entry.segment, self._backend.url,
-                )  # fmt: skip
+                log.warning("the log %s", entry.damage(self._backend))
                 return chosen[:number]
         return chosen
 

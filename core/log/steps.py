@@ -326,7 +326,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the addresses of the memory that these optimizers change, as far as they have any."""
     tensors = (tensor for optimizer in optimizers for tensor in tensors_of(optimizer))
-    return {address_of(local_of(tensor)) for tensor in tensors} - {0}
+    return {*map(address_of, map(local_of, tensors))} - {0}
 
 
 def has_only(value: object, parameters: Collection[int]) -> bool:
@@ -374,35 +374,45 @@ def _marks(optimizer: Optimizer) -> Marks:
 
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
     """Return the addresses of the memory of one parameter and its state."""
-    return {address_of(local_of(t)) for t in _tensors_of_step(optimizer, parameter)} - {0}
+    found: list[torch.Tensor] = []
+    _gather_step(optimizer, parameter, found)
+    return {*map(address_of, map(local_of, found))} - {0}
 
 
-def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, followed by the tensors of its state; then state of no parameter."""
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return each parameter, followed by the tensors of its state; then state of no parameter."""
+    found: list[torch.Tensor] = []
     for parameter in parameters_of(optimizer):
-        yield from _tensors_of_step(optimizer, parameter)
+        _gather_step(optimizer, parameter, found)
     state: dict[Any, Any] = optimizer.state
-    yield from _tensors_in({key: value for key, value in state.items() if isinstance(key, str)})
+    _gather({key: value for key, value in state.items() if isinstance(key, str)}, found)
+    return found
 
 
-def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield parameter
-    yield from _tensors_in(optimizer.state.get(parameter, {}))
+def _gather_step(optimizer: Optimizer, parameter: torch.Tensor, found: list[torch.Tensor]) -> None:
+    found.append(parameter)
+    _gather(optimizer.state.get(parameter, {}), found)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if hasattr(value, "untyped_storage"):
-        names = () if hasattr(value, "_local_tensor") else _parts_of(value)
-        if names:
-            yield from _tensors_in([getattr(value, name) for name in names])
-        else:
-            yield value
-    elif isinstance(value, dict):
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    import torch  # noqa: PLC0415 - torch is loaded only to log
+
+    if isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _tensors_in(value[key])
+            item = value[key]
+            if type(item) is torch.Tensor:  # nearly all: this runs three times in each step
+                found.append(item)
+            else:
+                _gather(item, found)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            _gather(item, found)
+    elif hasattr(value, "untyped_storage"):
+        names = () if hasattr(value, "_local_tensor") else _parts_of(value)
+        if names:
+            _gather([getattr(value, name) for name in names], found)
+        else:
+            found.append(value)
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:
