@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.log.recut import Cut
     from penstock.core.log.steps import LoggedStep
-    from penstock.core.pipeline.codec_chain import CodecChain, EncodedFrame
-    from penstock.core.plan.save import SavePlan
+    from penstock.core.pipeline.codec_chain import EncodedFrame
+    from penstock.core.plan.save import Chunk, SavePlan
     from penstock.core.plugins.registry import Registry
     from penstock.core.save.request import SaveRequest
     from penstock.core.types import Buffer
@@ -91,7 +91,7 @@ class EntryEncoder:
         self._cuts: dict[object, Cut] = {}
         # Memory that is kept for the next entry: fresh pages take as long as the codecs.
         self._flat: list[dict[str, Any]] = []  # gradients, of each step by dtype
-        self._frames: list[memoryview] = []
+        self._frames: dict[int, memoryview] = {}  # encoded, by number of the chunk
 
     def encode(self, entry: Entry) -> dict[str, Sequence[Buffer]]:
         """Return the files of an entry's checkpoint, each as its buffers, until the next call.
@@ -143,35 +143,33 @@ class EntryEncoder:
 
     def _files(self, request: SaveRequest) -> dict[str, Sequence[Buffer]]:
         plan, uid = request.plan, secrets.token_hex(16)
+        tasks = [partial(self._stored, request, number) for number in range(len(plan.chunks))]
         results: dict[int, ChunkResult] = {}
-        raw: list[memoryview] = []
-        encoded: list[memoryview] = []
-        layout = RawLayout()
-        chains: dict[int, CodecChain] = {}
-        for number, chunk in enumerate(plan.chunks):
-            chain = request.chains[chunk.chain]
-            if chain is not None:
-                chains[number] = chain
-                continue
-            end, offset = layout.end, layout.place(chunk)
-            raw += memoryview(bytes(offset - end)), _bytes_of(plan, number)
-            results[number] = _raw_result(raw[-1], offset, request.block_bytes)
-        end = 0
-        for number, (frame, data) in self._encoded(plan, chains).items():
-            encoded.append(data)
-            if len(frame.declined) == len(chains[number].codecs):
-                results[number] = _raw_result(data, end, request.block_bytes, frame.declined)
+        kinds: dict[str, list[memoryview]] = {"raw": [], "enc": []}
+        layout, end = RawLayout(), 0
+        for number, outcome in enumerate(self._workers.side_by_side(tasks)):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            data, frame, declined = outcome
+            if plan.chunks[number].chain:
+                offset, end = end, end + data.nbytes
+                kinds["enc"].append(data)
+            else:
+                gap, offset = -layout.end, layout.place(plan.chunks[number])
+                kinds["raw"] += memoryview(bytes(gap + offset)), data
+            if frame is None:
+                blocks = frame_blocks(offset, data.nbytes, request.block_bytes)
+                sums = tuple(checksum_blocks(data, blocks))
+                results[number] = ChunkResult(offset, data.nbytes, sums, declined=declined)
             else:
                 results[number] = ChunkResult(
-                    end, frame.length, (frame.checksum,), frame.raw_checksum, frame.lengths,
-                    frame.declined,
+                    offset, frame.length, (frame.checksum,), frame.raw_checksum, frame.lengths,
+                    declined,
                 )  # fmt: skip
-            end += data.nbytes
-        kinds = {"raw": raw, "enc": encoded}
         blobs = {blob_name(uid, 0, 0, kind): data for kind, data in kinds.items() if data}
-        manifest = ManifestWriter(request, {}, shipper=self._registry.shipper)
         sizes = [(name, sum(map(len, buffers))) for name, buffers in blobs.items()]
-        part = manifest.encode_part(uid, dict(sorted(results.items())), sizes, derived={})
+        manifest = ManifestWriter(request, {}, shipper=self._registry.shipper)
+        part = manifest.encode_part(uid, results, sizes, derived={})
         index, record = manifest.encode(
             uid, [part.summary], encode_blocks(merged([part.shards])),
             engine="memory", created=self._workers.timing.clock.now_iso(),
@@ -183,51 +181,32 @@ class EntryEncoder:
             **blobs,
         }
 
-    def _encoded(
-        self, plan: SavePlan, chains: Mapping[int, CodecChain]
-    ) -> dict[int, tuple[EncodedFrame, memoryview]]:
-        """Encode chunks side by side; return the frame of each, and what to store."""
-        tasks = []
-        for place, (number, chain) in enumerate(chains.items()):
-            bound = chain.max_encoded_size(plan.chunks[number].length)
-            if place == len(self._frames):
-                self._frames.append(memoryview(b""))
-            if self._frames[place].nbytes < bound:
-                self._frames[place] = memoryview(map_memory(bound))
-            for codec in chain.codecs:
-                load_link(codec)
-            tasks.append(partial(_encode, plan, number, chain, self._frames[place]))
-        frames = {}
-        for number, outcome in zip(chains, self._workers.side_by_side(tasks), strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            frames[number] = outcome
-        return frames
+    def _stored(
+        self, request: SaveRequest, number: int
+    ) -> tuple[memoryview, EncodedFrame | None, tuple[int, ...]]:
+        """Return what to store of a chunk, its frame unless it is raw, and who declined it."""
+        chunk = request.plan.chunks[number]
+        data, chain = _bytes_of(request.plan, chunk), request.chains[chunk.chain]
+        if chain is None:
+            return data, None, ()
+        for codec in chain.codecs:
+            load_link(codec)
+        bound = chain.max_encoded_size(chunk.length)
+        if len(self._frames.get(number, b"")) < bound:
+            self._frames[number] = memoryview(map_memory(bound))
+        out = self._frames[number]
+        frame = chain.encode(data, out, context=context_of(request.plan, chunk))
+        if len(frame.declined) == len(chain.codecs):
+            return data, None, frame.declined
+        return out[: frame.length], frame, frame.declined
 
 
-def _encode(
-    plan: SavePlan, number: int, chain: CodecChain, out: memoryview
-) -> tuple[EncodedFrame, memoryview]:
-    data = _bytes_of(plan, number)
-    frame = chain.encode(data, out, context=context_of(plan, plan.chunks[number]))
-    return frame, data if len(frame.declined) == len(chain.codecs) else out[: frame.length]
-
-
-def _raw_result(
-    data: memoryview, offset: int, block_bytes: int, declined: tuple[int, ...] = ()
-) -> ChunkResult:
-    blocks = frame_blocks(offset, data.nbytes, block_bytes)
-    return ChunkResult(offset, data.nbytes, tuple(checksum_blocks(data, blocks)), declined=declined)
-
-
-def _bytes_of(plan: SavePlan, number: int) -> memoryview:
+def _bytes_of(plan: SavePlan, chunk: Chunk) -> memoryview:
     """Return the bytes of a chunk, without a copy if they are one object in host memory."""
-    chunk = plan.chunks[number]
-    if not chunk.slab:
-        (piece,) = chunk.pieces
-        view = plan.objects[piece.item].entry.source.view()
-        if view is not None:
-            return view[piece.start : piece.stop]
+    piece = chunk.pieces[0]
+    view = None if chunk.slab else plan.objects[piece.item].entry.source.view()
+    if view is not None:
+        return view[piece.start : piece.stop]
     data = memoryview(bytearray(chunk.length))
     for piece in chunk.pieces:
         out = data[piece.at : piece.at + piece.stop - piece.start]

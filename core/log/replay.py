@@ -20,7 +20,7 @@ from penstock.core.format.commit_record import decode_commit
 from penstock.core.format.records import commit_name
 from penstock.core.format.strict_json import load_json
 from penstock.core.limits import RECORD_LIMIT_BYTES
-from penstock.core.log.archive import LoadedEntry, LoadedLoader
+from penstock.core.log.archive import EntryBackend, EntryLoader
 from penstock.core.log.encoding import LAYOUT, OPTIONS, STATE, STEPS
 from penstock.core.log.recorder import optimizers_of
 from penstock.core.log.recut import recut
@@ -322,7 +322,7 @@ class LogReplay:
         payload = memory.take(entry.header.payload_bytes, which)
         if not entry.is_whole(self.backend, payload):
             raise _DamagedEntryError(entry.damage(self.backend))
-        backend = LoadedEntry(self.backend, entry, payload)
+        backend = EntryBackend(self.backend, entry, payload)
         name = commit_name(entry.header.step, 0)
         try:
             data = backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
@@ -331,7 +331,7 @@ class LogReplay:
         return Opened.open(
             backend,
             decode_commit(data, name),
-            LoadedLoader(backend, self.workers),
+            EntryLoader(backend, self.workers),
             self.registry,
             allow_pickle=self.config.allow_pickle,
         )

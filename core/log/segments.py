@@ -14,7 +14,6 @@ from penstock.core.format.segment import (
     FIRST,
     HEADER_BYTES,
     NO_SESSION,
-    decode_directory,
     decode_header,
     encode_entry,
     is_whole,
@@ -52,18 +51,6 @@ class StoredEntry:
     segment: str
     offset: int
     header: EntryHeader
-
-    def files(self, backend: Backend) -> dict[str, tuple[str, int, int]]:
-        """Return segment, offset and length of each of its files.
-
-        Raises:
-            FormatError: Its directory is damaged.
-        """
-        start = self.offset + HEADER_BYTES
-        data = bytearray(self.header.directory_bytes)
-        backend.read([ReadRequest(self.segment, start, memoryview(data))])
-        files = decode_directory(bytes(data), self.header, self.segment)
-        return {name: (self.segment, start + at, length) for name, (at, length) in files.items()}
 
     def damage(self, backend: Backend) -> str:
         """Return what follows if this entry is not whole."""
@@ -170,7 +157,7 @@ class StoredLog:
     def entries_to_latest(self) -> list[StoredEntry]:
         """Return the entries up to the last whole one; reads only the last ones."""
         latest = self.latest()
-        return [e for e in self.entries if latest is not None and e.header.step <= latest]
+        return [] if latest is None else self.up_to(latest)
 
     def latest(self) -> int | None:
         """Return the step of the last whole entry; reads only the last ones."""

@@ -375,44 +375,33 @@ def _marks(optimizer: Optimizer) -> Marks:
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
     """Return the addresses of the memory of one parameter and its state."""
     found: list[torch.Tensor] = []
-    _gather_step(optimizer, parameter, found)
+    _gather([parameter, optimizer.state.get(parameter, {})], found)
     return {*map(address_of, map(local_of, found))} - {0}
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return each parameter, followed by the tensors of its state; then state of no parameter."""
-    found: list[torch.Tensor] = []
-    for parameter in parameters_of(optimizer):
-        _gather_step(optimizer, parameter, found)
     state: dict[Any, Any] = optimizer.state
+    found: list[torch.Tensor] = []
+    _gather([(p, state.get(p, {})) for p in parameters_of(optimizer)], found)
     _gather({key: value for key, value in state.items() if isinstance(key, str)}, found)
     return found
 
 
-def _gather_step(optimizer: Optimizer, parameter: torch.Tensor, found: list[torch.Tensor]) -> None:
-    found.append(parameter)
-    _gather(optimizer.state.get(parameter, {}), found)
-
-
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
-    import torch  # noqa: PLC0415 - torch is loaded only to log
-
-    if isinstance(value, dict):
-        for key in sorted(value, key=str):
-            item = value[key]
-            if type(item) is torch.Tensor:  # nearly all: this runs three times in each step
-                found.append(item)
-            else:
-                _gather(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _gather(item, found)
-    elif hasattr(value, "untyped_storage"):
+    # No generator: this runs three times in each step, for every tensor.
+    if hasattr(value, "untyped_storage"):
         names = () if hasattr(value, "_local_tensor") else _parts_of(value)
         if names:
             _gather([getattr(value, name) for name in names], found)
         else:
             found.append(value)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            _gather(value[key], found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _gather(item, found)
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:

@@ -62,7 +62,7 @@ def test_entries_read_back_before_and_after_the_end():
     assert steps(backend) == [4, 5, 6]
     stored = StoredLog(backend, UID, 0)
     assert (stored.latest(), len(stored.segments)) == (6, 1)
-    opened = EntryBackend(backend, stored.entries[1].files(backend))
+    opened = EntryBackend(backend, stored.entries[1])
     assert opened.read_record("data/blob", limit_bytes=9999) == files(5)["data/blob"]
     with pytest.raises(StorageError, match="read-only"):
         opened.publish("a", b"")
