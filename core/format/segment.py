@@ -17,7 +17,9 @@ from penstock.core.limits import MAX_INT
 from penstock.core.types import PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.core.types import Buffer
 
 HEADER_BYTES = 128
 MAX_DIRECTORY_BYTES = 1 << 20
@@ -73,7 +75,7 @@ NO_SESSION = bytes(8).hex()
 
 
 def encode_entry(
-    files: Mapping[str, bytes],
+    files: Mapping[str, Sequence[Buffer]],
     *,
     base: str,
     rank: int,
@@ -81,11 +83,11 @@ def encode_entry(
     step: int,
     session: str = NO_SESSION,
     previous: bytes,
-) -> tuple[EntryHeader, list[bytes]]:
+) -> tuple[EntryHeader, list[Buffer]]:
     """Return the header of an entry, and the buffers to store, one after the other.
 
     Args:
-        files: The files of the entry's checkpoint by name.
+        files: The buffers of each file of the entry's checkpoint, by name.
         base: See `EntryHeader`.
         rank: See `EntryHeader`.
         world_size: See `EntryHeader`.
@@ -93,16 +95,16 @@ def encode_entry(
         session: See `EntryHeader`.
         previous: See `EntryHeader`.
     """
-    directory = dump_json([[name, len(data)] for name, data in files.items()])
-    digest = xxhash.xxh3_128(directory)
-    for data in files.values():
-        digest.update(data)
-    size = len(directory) + sum(map(len, files.values()))
+    directory = dump_json([[name, sum(map(len, parts))] for name, parts in files.items()])
+    payload = [directory, *(part for parts in files.values() for part in parts)]
+    digest = xxhash.xxh3_128()
+    for part in payload:
+        digest.update(part)
     header, start = _sealed(EntryHeader(
         base, rank, world_size, step, session,
-        len(directory), size, digest.digest(), previous, b"",
+        len(directory), sum(map(len, payload)), digest.digest(), previous, b"",
     ))  # fmt: skip
-    return header, [start, directory, *files.values()]
+    return header, [start, *payload]
 
 
 def moved_header(header: EntryHeader, base: str, previous: bytes) -> tuple[EntryHeader, bytes]:

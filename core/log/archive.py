@@ -1,30 +1,58 @@
-"""A read-only backend over entries of a log: their files are ranges of segments."""
+"""A read-only backend over an entry of a log, and a loader of its frames.
+
+Tested in `tests/core/log/test_segments.py`.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from penstock.core.abc import Backend, BlobWriter
-from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
+from penstock.core.concurrency.copy_bytes import copy_bytes
+from penstock.core.errors import (
+    BlobNotFoundError,
+    BlobTruncatedError,
+    DamagedError,
+    StorageError,
+)
+from penstock.core.format.segment import HEADER_BYTES, decode_directory
+from penstock.core.pipeline.loader import Loader, LoadStats
 from penstock.core.types import BlobInfo, Capabilities, ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
+
+    from penstock.core.log.segments import StoredEntry
+    from penstock.core.pipeline.codec_chain import CodecChain
+    from penstock.core.pipeline.exchange import Exchange
+    from penstock.core.plan.reads import FrameJob
 
 
 class EntryBackend(Backend):
-    """Shows the files of entries as blobs and records; closing it leaves the store open.
-
-    Each entry is a checkpoint of another step and uid, so all names differ.
-    """
+    """Shows the files of an entry as blobs and records; closing it leaves the store open."""
 
     name: ClassVar[str] = "log entry"
 
-    def __init__(self, store: Backend, files: Mapping[str, tuple[str, int, int]], /) -> None:
-        """Show `files`, each with its segment, offset and length."""
+    def __init__(
+        self, store: Backend, entry: StoredEntry, payload: memoryview | None = None
+    ) -> None:
+        """Show the files of an entry.
+
+        Args:
+            store: The store.
+            entry: The entry.
+            payload: Its whole payload; None: reads come from the store.
+
+        Raises:
+            FormatError: Its directory is damaged.
+        """
         self._store = store
-        self._files = files
+        self._entry = entry
+        self._payload = payload
+        directory = bytearray(entry.header.directory_bytes)
+        self._read(0, memoryview(directory))
+        self._files = decode_directory(bytes(directory), entry.header, entry.segment)
 
     @property
     def url(self) -> str:
@@ -34,7 +62,7 @@ class EntryBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """Those that a reader needs."""
-        return Capabilities(local=self._store.capabilities.local)
+        return Capabilities()
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """Refuse to write."""
@@ -51,40 +79,41 @@ class EntryBackend(Backend):
         self._refuse(" ".join(names))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read from the segments."""
-        self._store.read([self._moved(request) for request in requests])
+        """Read from the payload or the segment."""
+        for request in requests:
+            target = memoryview(request.target)
+            self._read(self._start(request.name, request.offset, target.nbytes), target)
 
-    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read from the segment in the background, without the time limit of `read`.
-
-        The loader watches the progress: after a time-out of `read` it would use targets again that
-        still belong to the store.
-        """
-        try:
-            moved = [self._moved(request) for request in requests]
-        except StorageError as error:
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            return failed
-        return self._store.submit_read(moved)
+    def view(self, name: str, offset: int, length: int) -> memoryview:
+        """Return bytes of a file whose payload is in memory, without a copy."""
+        assert self._payload is not None
+        start = self._start(name, offset, length)
+        return self._payload[start : start + length].toreadonly()
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """List the files."""
         return [self.stat(name) for name in sorted(self._files) if name.startswith(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return the size of a file, and the time of its segment."""
-        segment, _, length = self._place(name)
-        return BlobInfo(name, length, self._store.stat(segment).modified_s)
+        """Return the size of a file, which has no time."""
+        return BlobInfo(name, self._place(name)[1], 0.0)
 
-    def _moved(self, request: ReadRequest) -> ReadRequest:
-        segment, offset, length = self._place(request.name)
-        if request.offset < 0 or request.offset + memoryview(request.target).nbytes > length:
-            msg = f"{request.name} in {self.url}/{segment} has {length} bytes"
+    def _read(self, start: int, target: memoryview) -> None:
+        if self._payload is not None:
+            copy_bytes(target, self._payload[start : start + target.nbytes])
+        else:
+            at = self._entry.offset + HEADER_BYTES + start
+            self._store.read([ReadRequest(self._entry.segment, at, target)])
+
+    def _start(self, name: str, offset: int, length: int) -> int:
+        """Return where in the payload these bytes of a file begin."""
+        at, size = self._place(name)
+        if offset < 0 or offset + length > size:
+            msg = f"{name} in {self.url}/{self._entry.segment} has {size} bytes"
             raise BlobTruncatedError(msg)
-        return ReadRequest(segment, offset + request.offset, request.target)
+        return at + offset
 
-    def _place(self, name: str) -> tuple[str, int, int]:
+    def _place(self, name: str) -> tuple[int, int]:
         try:
             return self._files[name]
         except KeyError:
@@ -94,3 +123,33 @@ class EntryBackend(Backend):
     def _refuse(self, name: str) -> NoReturn:
         msg = f"cannot change {name} in {self.url}: an entry of a log is read-only"
         raise StorageError(msg)
+
+
+class EntryLoader(Loader):
+    """Decodes the frames of an entry whose payload is in memory, without threads that read."""
+
+    backend: EntryBackend
+
+    def run(
+        self,
+        jobs: Sequence[FrameJob[CodecChain]],
+        *,
+        decode: bool = True,
+        progress: Callable[[int], None] | None = None,
+        exchange: Exchange | None = None,
+    ) -> LoadStats:
+        """Verify, decode and place `jobs`; see `Loader.run`."""
+        del progress, exchange
+        stats = LoadStats(frames=len(jobs))
+        tasks = [partial(self._finish, job, decode) for job in jobs]
+        for job, outcome in zip(jobs, self.workers.side_by_side(tasks), strict=True):
+            if isinstance(outcome, DamagedError | StorageError):
+                stats.damaged += [(name, str(outcome), job.blob) for name in job.label]
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return stats
+
+    def _finish(self, job: FrameJob[CodecChain], decode: bool) -> None:  # noqa: FBT001 - of `run`
+        frames = ((link.blob, link.frame) for link in reversed(job.links))
+        stored = [self.backend.view(blob, frame.offset, frame.length) for blob, frame in frames]
+        self.reader.finish(job, stored, decode=decode)

@@ -126,7 +126,7 @@ def noting(backend: Backend, catalog: Catalog, step: int | str | None) -> Iterat
 
 
 def _optimizers(backend: Backend, entry: StoredEntry) -> dict[str, Mapping[str, Any]]:
-    checkpoint = Checkpoint.open(EntryBackend(backend, entry.files(backend)), entry.header.step)
+    checkpoint = Checkpoint.open(EntryBackend(backend, entry), entry.header.step)
     steps = [key.removesuffix("engine") for key in checkpoint.keys() if _is_engine(key)]  # noqa: SIM118 - a method, not a mapping's
     return {checkpoint[f"{step}optimizer"]: checkpoint[f"{step}engine"] for step in steps}
 

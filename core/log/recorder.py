@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.catalog.survey import places_of
-from penstock.core.config.model import load_config
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
+from penstock.core.log.encoding import STATE, Entry, EntryEncoder
 from penstock.core.log.proof import RefutedError, begin_proof
-from penstock.core.log.recut import cuts_of
-from penstock.core.log.replayed import digest_of, stored_step
+from penstock.core.log.replayed import digest_of
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
     LoggedStep,
@@ -33,13 +33,6 @@ from penstock.core.log.steps import (
     version_of,
 )
 from penstock.core.save.fence import address_of
-from penstock.core.save.job import SaveJob
-from penstock.core.save.manifest import ManifestWriter
-from penstock.core.save.pending import Pending
-from penstock.core.save.prepare import KeptStaging, plan_state
-from penstock.core.save.request import Destination, SaveSurroundings
-from penstock.core.save.rules import ChainTable
-from penstock.core.storage.open import open_backend
 from penstock.core.tree.containers import Scan
 from penstock.core.tree.describe import describe_tree
 from penstock.core.tree.known import Known
@@ -52,7 +45,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.log.recut import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tiers.room import TierRoom
@@ -60,9 +52,6 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
-
-STATE, STEPS, OPTIONS = "state", "steps", "options"
-"""The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
 
 # The first entry has a digest, so that a wrong engine shows at the first replay. Then as many have
 # one as take this share of the time, and at least every 64th.
@@ -93,15 +82,6 @@ class CopiedSource(ByteSource):
         """Copy some of the bytes."""
         out[:] = self._data[start : start + out.nbytes]
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    step: int
-    rest: Sequence[StateObject | Node]
-    providers: Mapping[str, int]
-    steps: Sequence[tuple[str, LoggedStep]]
-    options: Mapping[str, Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -344,7 +324,7 @@ class Recorder:
                 log.warning("the end of the log of gradients may be lost: %s", str(error))
         self._logs = [kept for kept in self._logs if kept not in logs]
 
-    def _entry(self, state: Mapping[str, Any], number: int) -> _Entry:
+    def _entry(self, state: Mapping[str, Any], number: int) -> Entry:
         steps = self._watch.steps
         strangers = [
             optimizer for known in self._watch.strangers.values() if (optimizer := known())
@@ -377,7 +357,7 @@ class Recorder:
                 raise NotLoggedError(msg)
         rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}
-        return _Entry(number, rest, dict(description.providers_used), named, options)
+        return Entry(number, rest, dict(description.providers_used), named, options)
 
     def _digest(self, steps: Sequence[LoggedStep]) -> None:
         """Take digests, as often as they take a small share of the time of training.
@@ -475,23 +455,12 @@ class _Writing:
         self, recorder: Recorder, workers: Workers, config: CheckpointerConfig, registry: Registry
     ) -> None:
         self._recorder = recorder
-        self._workers = workers
-        self._queue: Queue[tuple[_Entry, Sequence[SegmentWriter]] | None] = Queue()
-        self._config = load_config(
-            {
-                "backend": "memory://",
-                "mode": "blocking",
-                "allow_pickle": config.allow_pickle,
-                "chunk_bytes": config.chunk_bytes,
-                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
-            }
-        )
-        self._registry = registry
-        self._cuts: dict[object, Cut] = {}
-        self._staging = KeptStaging(self._config, workers, Pending())
+        self._queue: Queue[tuple[Entry, Sequence[SegmentWriter]] | None] = Queue()
+        self._make_encoder = partial(EntryEncoder, workers, config, registry)
+        self._encoder: EntryEncoder | None = None
         self._thread = workers.spawn("log", self._run)
 
-    def put(self, entry: _Entry, writers: Sequence[SegmentWriter]) -> None:
+    def put(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
         """Append an entry in the background, once the last one is durable.
 
         So a crash loses at most one logged step.
@@ -507,7 +476,6 @@ class _Writing:
         """End the thread."""
         self._queue.put(None)
         self._thread.join()
-        self._staging.close()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -520,58 +488,11 @@ class _Writing:
             del work
             self._queue.task_done()
 
-    def _append(self, entry: _Entry, writers: Sequence[SegmentWriter]) -> None:
-        files = self._encode(entry)
-        self._recorder.make_room(sum(map(len, files.values())) * len(writers))
+    def _append(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
+        if self._encoder is None:  # on this thread, since importing codecs takes long
+            self._encoder = self._make_encoder()
+        files = self._encoder.encode(entry)
+        size = sum(len(buffer) for buffers in files.values() for buffer in buffers)
+        self._recorder.make_room(size * len(writers))
         for writer in writers:
             writer.append(entry.step, files, sync_every=1)
-
-    def _cut_of(self, tensor: Any) -> Cut:
-        """Return whole shape and regions of a DTensor, which are the same in each entry."""
-        key = tensor.device_mesh, tensor.placements, tensor.shape
-        if key not in self._cuts:
-            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
-        return self._cuts[key]
-
-    def _encode(self, entry: _Entry) -> dict[str, bytes]:
-        """Save an entry in memory; return its files."""
-        steps = [stored_step(step, path, self._cut_of) for path, step in entry.steps]
-        for (_, step), stored in zip(entry.steps, steps, strict=True):
-            if step.proof is not None:
-                step.proof.check(step.replayer, stored)
-        description = describe_tree(
-            {STEPS: steps, OPTIONS: entry.options},
-            providers=self._registry.providers,
-            allow_pickle=self._config.allow_pickle,
-        )
-        providers = {**entry.providers, **dict(description.providers_used)}
-        both = replace(
-            description,
-            entries=(*entry.rest, *description.entries),
-            providers_used=tuple(sorted(providers.items())),
-        )
-        request = plan_state(
-            both, config=self._config, table=ChainTable(self._config, self._registry),
-            step=entry.step, generation=0, mode="blocking", share=False, derive=False,
-        )  # fmt: skip
-        backend = open_backend("memory://", registry=self._registry)
-        try:
-            job = SaveJob(
-                request,
-                manifest=ManifestWriter(request, {}, shipper=self._registry.shipper),
-                destination=Destination(backend),
-                staging=self._staging.get(request, skip=()),
-                workers=self._workers,
-                surroundings=SaveSurroundings(),
-                log_failure=False,
-            )
-            job.begin_capture()
-            job.wait_durable()
-            job.handle.result()
-            job.released.wait()
-            names = [
-                info.name for info in backend.list("") if not info.name.endswith("intent.json")
-            ]
-            return {name: backend.read_record(name, limit_bytes=1 << 62) for name in names}
-        finally:
-            backend.close()

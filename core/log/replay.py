@@ -5,17 +5,24 @@ Tested in `tests/integration/log/test_replay.py`.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.abc import StateObject, Unit
-from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.pool import Pool
-from penstock.core.errors import DamagedError
-from penstock.core.log.archive import EntryBackend
-from penstock.core.log.recorder import OPTIONS, STATE, STEPS, optimizers_of
+from penstock.core.errors import BlobNotFoundError, DamagedError
+from penstock.core.format.commit_record import decode_commit
+from penstock.core.format.records import commit_name
+from penstock.core.format.strict_json import load_json
+from penstock.core.limits import RECORD_LIMIT_BYTES
+from penstock.core.log.archive import EntryBackend, EntryLoader
+from penstock.core.log.encoding import LAYOUT, OPTIONS, STATE, STEPS
+from penstock.core.log.recorder import optimizers_of
 from penstock.core.log.recut import recut
 from penstock.core.log.replayed import CUT, cut_digest, take_again
 from penstock.core.log.steps import (
@@ -25,7 +32,7 @@ from penstock.core.log.steps import (
     storages_of_step,
     with_groups,
 )
-from penstock.core.pipeline.loader import Loader
+from penstock.core.pipeline.staging import ThreadMemory
 from penstock.core.restore.fallback import Overwritten
 from penstock.core.restore.fill import Opened
 from penstock.core.restore.restore import build_new, restore_into
@@ -44,9 +51,24 @@ if TYPE_CHECKING:
     from penstock.core.plugins.registry import Registry
     from penstock.core.types import ObjectPath
 
+log = logging.getLogger("penstock")
 
 _OPTIONS = "param_groups", "0", "lr"
 """Where an optimizer has its options: they are restored if this one is selected."""
+
+
+_AHEAD = 2  # steps whose entries are read meanwhile: decoding takes longer than most steps
+
+
+class _DamagedEntryError(NotLoggedError):
+    """The bytes of an entry are not those that were written."""
+
+
+class _ReplayedEntry(NamedTuple):
+    """What a replay needs of an entry: steps and options, and parameters that it has itself."""
+
+    tree: Mapping[str, Any]
+    parameters: Collection[ObjectPath]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +96,8 @@ class LogReplay:
         selection: Selection,
         stored: Collection[ObjectPath] = (),
         moved: Callable[[], None] = lambda: None,
-    ) -> float:
+        ends_at_damage: bool = False,
+    ) -> tuple[float, int]:
         """Take the logged steps again, and restore what no optimizer changes.
 
         Args:
@@ -84,9 +107,10 @@ class LogReplay:
             selection: What was restored of the base.
             stored: The paths of all objects of the base; only needed if not all are selected.
             moved: Called after each entry.
+            ends_at_damage: Whether a damaged entry ends the log before it; else it is an error.
 
         Returns:
-            The seconds that it took.
+            The seconds that it took, and how many entries of each rank were replayed.
 
         Raises:
             NotLoggedError: A step would not give the same bits; earlier steps were taken.
@@ -95,24 +119,32 @@ class LogReplay:
         began = time.monotonic()
         optimizers = optimizers_of(state, self.registry)
         try:
-            opened = {rank: self._open(entries) for rank, entries in logs.items()}
             chosen = None
             if not selection.everything:
                 chosen = self._chosen(state, optimizers, selection, stored)
-            for logged in self._ahead([*zip(*opened.values(), strict=True)]):
-                for steps in zip(*(tree.get(STEPS, ()) for tree in logged), strict=True):
-                    self._take(optimizers, steps, chosen)
-                for path, options in logged[0].get(OPTIONS, {}).items():
-                    if path in optimizers and selection.selects((*parse_path(path), *_OPTIONS)):
-                        set_options(optimizers[path], options)
-                moved()
-            self._restore_rest(state, opened[rest_of], selection)
+            place = [*logs].index(rest_of)
+            rest: list[tuple[StoredEntry, Collection[ObjectPath]]] = []
+            try:
+                for logged in self._ahead([*zip(*logs.values(), strict=True)]):
+                    trees = [entry.tree for entry in logged]
+                    for steps in zip(*(tree.get(STEPS, ()) for tree in trees), strict=True):
+                        self._take(optimizers, steps, chosen)
+                    for path, options in trees[0].get(OPTIONS, {}).items():
+                        if path in optimizers and selection.selects((*parse_path(path), *_OPTIONS)):
+                            set_options(optimizers[path], options)
+                    rest.append((logs[rest_of][len(rest)], logged[place].parameters))
+                    moved()
+            except _DamagedEntryError as error:
+                if not ends_at_damage:
+                    raise
+                log.warning("the log %s", str(error))
+            self._restore_rest(state, rest, selection)
         except DamagedError as error:  # the checksums of an entry were right, its records are not
             raise NotLoggedError(str(error)) from error
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")
             raise
-        return time.monotonic() - began
+        return time.monotonic() - began, len(rest)
 
     def _chosen(
         self,
@@ -162,10 +194,11 @@ class LogReplay:
 
         None: neither has parts; every rank has whole parameters.
         """
-        (logged,) = next(self._ahead([tuple(self._open([entry]))]))
-        there = [step["engine"].get(CUT, "") for step in logged.get(STEPS, ())]
+        ((logged,),) = self._ahead([(entry,)])
+        steps = logged.tree.get(STEPS, ())
+        there = [step["engine"].get(CUT, "") for step in steps]
         optimizers = optimizers_of(state, self.registry)
-        named = [optimizers.get(step["optimizer"]) for step in logged.get(STEPS, ())]
+        named = [optimizers.get(step["optimizer"]) for step in steps]
         here = ["" if o is None else cut_digest([*parameters_of(o)]) for o in named]
         return None if not any((*there, *here)) else there == here
 
@@ -210,31 +243,53 @@ class LogReplay:
         cut = cut_digest([*parameters_of(optimizer)])
         return {**step, "engine": {**engines[0], CUT: cut} if cut else engines[0]}
 
-    def _ahead(self, opened: Sequence[Sequence[Opened]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-        """Yield the trees of the entries of each step; a thread reads the next ones meanwhile."""
-        selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
+    def _ahead(
+        self, entries: Sequence[Sequence[StoredEntry]]
+    ) -> Iterator[Sequence[_ReplayedEntry]]:
+        """Yield the entries of each step; threads read the next ones meanwhile.
 
-        def read(entries: Sequence[Opened]) -> Sequence[Mapping[str, Any]]:
-            return [build_new(e, selection=selection, device=None)[0] for e in entries]
+        Raises:
+            NotLoggedError: An entry is damaged.
+        """
+        memory = ThreadMemory(max(map(len, entries), default=0))
 
-        pool = Pool(1, "penstock-log", timing=self.workers.timing)
-        reads = (pool.submit(partial(read, entries)) for entries in opened)
-        following = next(reads, None)
-        while following is not None:
-            current = following
-            following = next(reads, None)
+        def read(of_ranks: Sequence[StoredEntry]) -> Sequence[_ReplayedEntry]:
+            return [self._read(entry, memory, which) for which, entry in enumerate(of_ranks)]
+
+        pool = Pool(_AHEAD, "penstock-log", timing=self.workers.timing)
+        reads = (pool.submit(partial(read, of_ranks)) for of_ranks in entries)
+        following = deque(islice(reads, _AHEAD))
+        while following:
+            current = following.popleft()
+            following += islice(reads, 1)
             yield current.result()
 
+    def _read(self, entry: StoredEntry, memory: ThreadMemory, which: int) -> _ReplayedEntry:
+        opened = self._open(entry, memory, which)
+        records = opened.contents.objects()  # before a part of them, which would be read again
+        parameters = {r.path for r in records if r.path[0] == STATE and r.role is Role.PARAMETER}
+        selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
+        tree = build_new(opened, selection=selection, device=None)[0]
+        for step in tree.get(STEPS, ()):
+            step[LAYOUT] = load_json(step[LAYOUT].encode(), "the layout of an entry")
+        return _ReplayedEntry(tree, parameters)
+
     def _restore_rest(
-        self, state: Mapping[str, Any], opened: Sequence[Opened], selection: Selection
+        self,
+        state: Mapping[str, Any],
+        entries: Sequence[tuple[StoredEntry, Collection[ObjectPath]]],
+        selection: Selection,
     ) -> None:
         """Restore the objects that no optimizer changes, each from the last entry that has it."""
         restored: set[ObjectPath] = set()
-        for number, entry in enumerate(reversed(opened)):
+        for number, (entry, parameters) in enumerate(reversed(entries)):
+            if number and restored.issuperset(parameters):
+                continue
+            opened = self._open(entry, ThreadMemory(), 0)
             # A parameter is in an entry only if it changed.
             paths = [
                 record.path
-                for record in entry.contents.objects()
+                for record in opened.contents.objects()
                 if record.path[0] == STATE
                 and len(record.path) > 1
                 and (number == 0 or (record.role is Role.PARAMETER and record.path not in restored))
@@ -243,8 +298,8 @@ class LogReplay:
             if paths:
                 every = number == 0 and selection.everything
                 wanted = Selection.subtree((STATE,)) if every else Selection.subtrees(paths)
-                self._restore(state, entry, wanted)
-            restored |= set(paths)
+                self._restore(state, opened, wanted)
+            restored |= {*paths, *parameters}
 
     def _restore(self, state: Mapping[str, Any], entry: Opened, selection: Selection) -> None:
         tree = {STATE: state}
@@ -258,15 +313,25 @@ class LogReplay:
             msg = f"the log has another shape of {report.mismatched[0].path}"
             raise NotLoggedError(msg)
 
-    def _open(self, entries: Sequence[StoredEntry]) -> list[Opened]:
-        files: dict[str, tuple[str, int, int]] = {}
-        for entry in entries:
-            files |= entry.files(self.backend)
-        backend = EntryBackend(self.backend, files)
-        loader = Loader(backend, self.workers, io_timeout_s=self.config.io_timeout_s)
-        allow_pickle = self.config.allow_pickle
-        return [
-            Opened.open(backend, record, loader, self.registry, allow_pickle=allow_pickle)
-            for step in Catalog(backend).steps()
-            for record in [Catalog(backend).record(step)]
-        ]
+    def _open(self, entry: StoredEntry, memory: ThreadMemory, which: int) -> Opened:
+        """Read an entry, compare it with its checksum, and open it.
+
+        Raises:
+            NotLoggedError: It is damaged.
+        """
+        payload = memory.take(entry.header.payload_bytes, which)
+        if not entry.is_whole(self.backend, payload):
+            raise _DamagedEntryError(entry.damage(self.backend))
+        backend = EntryBackend(self.backend, entry, payload)
+        name = commit_name(entry.header.step, 0)
+        try:
+            data = backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES)
+        except BlobNotFoundError as error:
+            raise DamagedError(str(error), [entry.segment]) from error
+        return Opened.open(
+            backend,
+            decode_commit(data, name),
+            EntryLoader(backend, self.workers),
+            self.registry,
+            allow_pickle=self.config.allow_pickle,
+        )

@@ -38,7 +38,7 @@ CUT = "cut"
 
 
 def stored_step(
-    step: LoggedStep, path: str, cut_of: Callable[[Any], Cut] | None = None
+    step: LoggedStep, path: str, cut_of: Callable[[Any], Cut], kept: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
 
@@ -46,6 +46,7 @@ def stored_step(
         step: The step.
         path: The path of its optimizer.
         cut_of: Returns whole shape and regions of a DTensor.
+        kept: The flat tensors of an earlier step, by dtype, whose memory is used again.
 
     Raises:
         NotLoggedError: A gradient was changed after the step.
@@ -53,6 +54,7 @@ def stored_step(
     import torch  # noqa: PLC0415 - torch is loaded only to log
 
     flat: dict[str, list[torch.Tensor]] = {}
+    grads: dict[str, torch.Tensor] = {}
     layout: list[list[Any]] = []
     with torch.no_grad():
         for group in step.grads:
@@ -67,15 +69,18 @@ def stored_step(
                 # Fused steps expect the strides of the parameter.
                 stride = [] if local.is_contiguous() else list(local.stride())
                 row: list[Any] = [dtype, list(local.shape), stride]
-                if local is not grad and cut_of is not None:
+                if local is not grad:
                     shape, regions = cut_of(grad)
                     row += [list(shape), [[list(r.offsets), list(r.sizes)] for r in regions]]
                 rows.append(row)
             layout.append(rows)
-        grads = {
-            name: torch.cat(tensors).to("cpu") if len(tensors) > 1 else tensors[0].to("cpu").clone()
-            for name, tensors in flat.items()
-        }
+        for name, tensors in flat.items():
+            grads[name] = kept.setdefault(name, torch.empty(0, dtype=tensors[0].dtype))
+            grads[name].resize_(sum(tensor.numel() for tensor in tensors))
+            if tensors[0].is_cpu:
+                torch.cat(tensors, out=grads[name])
+            else:
+                grads[name].copy_(torch.cat(tensors))
     if [*map(version_of, step.tensors())] != list(step.versions):
         msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
         raise NotLoggedError(msg)

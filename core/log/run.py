@@ -248,7 +248,7 @@ class RunLog:
         if selection is None:
             msg = "objects are renamed"
             raise NotLoggedError(msg)
-        logs, rest_of = self._needed_logs(report.uid, state, until)
+        logs, rest_of = self._needed_logs(report.uid, state, until, together=group is not None)
         stored: Sequence[ObjectPath] = ()
         if not selection.everything:
             base = self._reader.open(report.step).opened
@@ -265,10 +265,11 @@ class RunLog:
             }
             if not chosen[rest_of]:
                 return ()
-            seconds = self._replay.replay(
-                state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved
-            )
-            return chosen[rest_of]
+            seconds, count = self._replay.replay(
+                state, chosen, rest_of=rest_of, selection=selection, stored=stored, moved=moved,
+                ends_at_damage=group is None and until is None,
+            )  # fmt: skip
+            return chosen[rest_of][:count]
 
         sessions = []
         if not isinstance(logs, PenstockError):
@@ -285,12 +286,13 @@ class RunLog:
         return report, chosen[-1]
 
     def _needed_logs(
-        self, uid: str, state: Mapping[str, Any], until: int | None
+        self, uid: str, state: Mapping[str, Any], until: int | None, *, together: bool
     ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
-        """Return the whole entries that this rank replays, by the rank that logged them.
+        """Return the entries that this rank replays, by the rank that logged them.
 
         These are its own, if it has the same parts of the parameters as then; else those of all
-        ranks. An error is returned, for when the other ranks know of it.
+        ranks. If ranks restore together, they are whole. An error is returned, for when the other
+        ranks know of it.
 
         Returns:
             The entries; and the rank whose buffers, random state and the like this rank restores.
@@ -307,14 +309,16 @@ class RunLog:
             alone = logged == world_size == 1
             same = None if alone else self._replay.is_cut_as(state, first)
             needed = [near] if same is None or (same and logged == world_size) else range(logged)
-            logs = [StoredLog(self._backend, uid, number) for number in needed]
-            whole = [log.whole(up_to=until) for log in logs]
+            known = {rank: own, 0: head} if own is not head else {rank: own}
+            logs = [known.get(n) or StoredLog(self._backend, uid, n) for n in needed]
+            # Ranks agree on the last step before they replay. One process verifies while it does.
+            found = [log.whole(up_to=until) if together else log.up_to(until) for log in logs]
         except DamagedError as error:
             return NotLoggedError(str(error)), rank
         except PenstockError as error:
             return error, rank
         self._continues = logged == world_size and [*needed] == [rank]
-        return dict(zip(needed, whole, strict=True)), near
+        return dict(zip(needed, found, strict=True)), near
 
     def _base_of(self, step: int | str) -> int | None:
         """Return the saved step whose log has `step`; None if there is none."""

@@ -14,7 +14,6 @@ from penstock.core.format.segment import (
     FIRST,
     HEADER_BYTES,
     NO_SESSION,
-    decode_directory,
     decode_header,
     encode_entry,
     is_whole,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
-    from penstock.core.types import BlobInfo
+    from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
 
@@ -53,28 +52,29 @@ class StoredEntry:
     offset: int
     header: EntryHeader
 
-    def files(self, backend: Backend) -> dict[str, tuple[str, int, int]]:
-        """Return segment, offset and length of each of its files.
+    def damage(self, backend: Backend) -> str:
+        """Return what follows if this entry is not whole."""
+        return (
+            f"ends before step {self.header.step}: its entry in {self.segment} on {backend.url} "
+            "is damaged"
+        )
 
-        Raises:
-            FormatError: Its directory is damaged.
-        """
-        start = self.offset + HEADER_BYTES
-        data = bytearray(self.header.directory_bytes)
-        backend.read([ReadRequest(self.segment, start, memoryview(data))])
-        files = decode_directory(bytes(data), self.header, self.segment)
-        return {name: (self.segment, start + at, length) for name, (at, length) in files.items()}
-
-    def is_whole(self, backend: Backend) -> bool:
+    def is_whole(self, backend: Backend, into: memoryview | None = None) -> bool:
         """Read the whole entry; return whether its bytes are those that were written."""
-        return is_whole(self.pieces(backend), self.header)
+        return is_whole(self.pieces(backend, into), self.header)
 
-    def pieces(self, backend: Backend) -> Iterator[memoryview]:
-        """Yield the payload: with the header before it, all pieces but the last fill pages."""
-        start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        limit = _PIECE_BYTES - HEADER_BYTES
+    def pieces(self, backend: Backend, into: memoryview | None = None) -> Iterator[memoryview]:
+        """Yield the payload: with the header before it, all pieces but the last fill pages.
+
+        Args:
+            backend: The store.
+            into: The memory for the payload; None: each piece gets its own.
+        """
+        begin = start = self.offset + HEADER_BYTES
+        left, limit = self.header.payload_bytes, _PIECE_BYTES - HEADER_BYTES
         while left:
-            data = memoryview(bytearray(min(left, limit)))
+            size, at = min(left, limit), start - begin
+            data = memoryview(bytearray(size)) if into is None else into[at : at + size]
             backend.read([ReadRequest(self.segment, start, data)])
             yield data
             start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
@@ -136,15 +136,16 @@ class StoredLog:
         self.entries = [*self.entries[: ends.index(found[0].header.previous)], *found]
         return True
 
+    def up_to(self, step: int | None) -> list[StoredEntry]:
+        """Return the entries up to a step; None: all. Their payloads may be damaged."""
+        return [e for e in self.entries if step is None or e.header.step <= step]
+
     def whole(self, *, up_to: int | None = None) -> list[StoredEntry]:
         """Return the entries before the first damaged one, up to a step; reads all of them."""
-        chosen = [e for e in self.entries if up_to is None or e.header.step <= up_to]
+        chosen = self.up_to(up_to)
         for number, entry in enumerate(chosen):
             if not entry.is_whole(self._backend):
-                log.warning(
-                    "the log ends before step %d: its entry in %s on %s is damaged",
-                    entry.header.step, entry.segment, self._backend.url,
-                )  # fmt: skip
+                log.warning("the log %s", entry.damage(self._backend))
                 return chosen[:number]
         return chosen
 
@@ -156,7 +157,7 @@ class StoredLog:
     def entries_to_latest(self) -> list[StoredEntry]:
         """Return the entries up to the last whole one; reads only the last ones."""
         latest = self.latest()
-        return [e for e in self.entries if latest is not None and e.header.step <= latest]
+        return [] if latest is None else self.up_to(latest)
 
     def latest(self) -> int | None:
         """Return the step of the last whole entry; reads only the last ones."""
@@ -247,7 +248,7 @@ def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> It
         at, previous = at + header.stored_bytes, header.digest
 
 
-def _requests(at: int, buffers: Sequence[bytes]) -> Iterator[WriteRequest]:
+def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
     """Yield the writes of `buffers` one after the other; each is short for a store's time limit."""
     pieces: list[memoryview] = []
     size = 0
@@ -302,7 +303,7 @@ class SegmentWriter:
         """Append nothing more."""
         self._ended = True
 
-    def append(self, step: int, files: Mapping[str, bytes], *, sync_every: int) -> int:
+    def append(self, step: int, files: Mapping[str, Sequence[Buffer]], *, sync_every: int) -> int:
         """Append an entry; every `sync_every`-th call makes all of them durable.
 
         Returns:

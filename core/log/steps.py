@@ -83,6 +83,10 @@ class LoggedStep:
             )
             raise NotLoggedError(msg)
 
+    def release(self) -> None:
+        """Hold the gradients no longer: training gets their memory again."""
+        self.grads, self.versions = (), ()
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the gradients."""
         return (grad for group in self.grads for grad in group if grad is not None)
@@ -322,7 +326,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the addresses of the memory that these optimizers change, as far as they have any."""
     tensors = (tensor for optimizer in optimizers for tensor in tensors_of(optimizer))
-    return {address_of(local_of(tensor)) for tensor in tensors} - {0}
+    return {*map(address_of, map(local_of, tensors))} - {0}
 
 
 def has_only(value: object, parameters: Collection[int]) -> bool:
@@ -370,35 +374,34 @@ def _marks(optimizer: Optimizer) -> Marks:
 
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
     """Return the addresses of the memory of one parameter and its state."""
-    return {address_of(local_of(t)) for t in _tensors_of_step(optimizer, parameter)} - {0}
+    found: list[torch.Tensor] = []
+    _gather([parameter, optimizer.state.get(parameter, {})], found)
+    return {*map(address_of, map(local_of, found))} - {0}
 
 
-def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield each parameter, followed by the tensors of its state; then state of no parameter."""
-    for parameter in parameters_of(optimizer):
-        yield from _tensors_of_step(optimizer, parameter)
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return each parameter, followed by the tensors of its state; then state of no parameter."""
     state: dict[Any, Any] = optimizer.state
-    yield from _tensors_in({key: value for key, value in state.items() if isinstance(key, str)})
+    found: list[torch.Tensor] = []
+    _gather([(p, state.get(p, {})) for p in parameters_of(optimizer)], found)
+    _gather({key: value for key, value in state.items() if isinstance(key, str)}, found)
+    return found
 
 
-def _tensors_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield parameter
-    yield from _tensors_in(optimizer.state.get(parameter, {}))
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    # No generator: this runs three times in each step, for every tensor.
     if hasattr(value, "untyped_storage"):
         names = () if hasattr(value, "_local_tensor") else _parts_of(value)
         if names:
-            yield from _tensors_in([getattr(value, name) for name in names])
+            _gather([getattr(value, name) for name in names], found)
         else:
-            yield value
+            found.append(value)
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _tensors_in(value[key])
+            _gather(value[key], found)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors_in(item)
+            _gather(item, found)
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock.core.errors import BlobNotFoundError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.segment import HEADER_BYTES, decode_header, log_prefix
-from penstock.core.log.archive import EntryBackend
+from penstock.core.log.archive import EntryBackend, EntryLoader
 from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.pipeline.staging import ThreadMemory
 from penstock.core.reporting.reports import Damage
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.types import PAGE_BYTES, ReadRequest
@@ -77,10 +78,12 @@ class _Verification:
 
     def _verify(self, log: StoredLog) -> None:
         self.entries += len(log.entries)
+        memory = ThreadMemory()
         for entry in log.entries if self.deep else ():
             self.bytes_read += HEADER_BYTES + entry.header.payload_bytes
-            if entry.is_whole(self.checkpoint.backend):
-                self._decode(entry)
+            payload = memory.take(entry.header.payload_bytes)
+            if entry.is_whole(self.checkpoint.backend, payload):
+                self._decode(entry, payload)
             elif entry is log.entries[-1]:  # as a write leaves it that a power cut ended
                 self._note_torn(entry.segment, entry.offset)
             else:
@@ -92,15 +95,13 @@ class _Verification:
             if segment is log.segments[-1] or segment.entries[-1:] == log.entries[-1:]:
                 self._verify_end(log, segment)
 
-    def _decode(self, entry: StoredEntry) -> None:
+    def _decode(self, entry: StoredEntry, payload: memoryview) -> None:
         opened = self.checkpoint.opened
         try:
-            backend = EntryBackend(self.checkpoint.backend, entry.files(self.checkpoint.backend))
+            backend = EntryBackend(self.checkpoint.backend, entry, payload)
+            loader = EntryLoader(backend, opened.loader.workers)
             report = Checkpoint.open(
-                backend,
-                entry.header.step,
-                registry=opened.registry,
-                loader=opened.loader.of(backend),
+                backend, entry.header.step, registry=opened.registry, loader=loader
             ).verify()
         except (DamagedError, CheckpointNotFoundError) as error:
             self._note_damage(entry, str(error))

@@ -209,8 +209,8 @@ def test_verify_decodes_entries_whose_bytes_are_as_written(call, logged):
     backend = open_backend(logged)
     uid, last = uid_of(logged), entries(logged)[-1]
     writer = SegmentWriter(backend, uid, 0, 1, previous=last.header.digest)
-    writer.append(9, {"commits/00000009-0.json": b"nonsense"}, sync_every=1)
-    writer.append(10, {"commits/00000010-0.json": b"nonsense"}, sync_every=1)
+    writer.append(9, {"commits/00000009-0.json": [b"nonsense"]}, sync_every=1)
+    writer.append(10, {"commits/00000010-0.json": [b"nonsense"]}, sync_every=1)
     writer.close()
     done = call("verify", logged)
     assert done.code == 1

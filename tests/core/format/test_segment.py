@@ -20,7 +20,7 @@ FILES = {"commits/00000007-0.json": b"record", "data/a/empty": b"", "data/a/blob
 
 def entry(**changes):
     options = {"base": UID, "rank": 3, "world_size": 8, "step": 7, "previous": FIRST, **changes}
-    header, buffers = encode_entry(FILES, **options)
+    header, buffers = encode_entry({name: [data] for name, data in FILES.items()}, **options)
     return header, b"".join(buffers)
 
 

@@ -25,7 +25,8 @@ def files(step):
 
 def append(writer, *steps, sync_every=1):
     for step in steps:
-        writer.append(step, files(step), sync_every=sync_every)
+        buffers = {name: [data] for name, data in files(step).items()}
+        writer.append(step, buffers, sync_every=sync_every)
 
 
 def writer(backend, **options):
@@ -61,7 +62,7 @@ def test_entries_read_back_before_and_after_the_end():
     assert steps(backend) == [4, 5, 6]
     stored = StoredLog(backend, UID, 0)
     assert (stored.latest(), len(stored.segments)) == (6, 1)
-    opened = EntryBackend(backend, stored.entries[1].files(backend))
+    opened = EntryBackend(backend, stored.entries[1])
     assert opened.read_record("data/blob", limit_bytes=9999) == files(5)["data/blob"]
     with pytest.raises(StorageError, match="read-only"):
         opened.publish("a", b"")
@@ -195,7 +196,7 @@ def test_segment_after_lost_ones_comes_last():
 
 def test_long_entry_is_written_in_pieces():
     backend = FaultyBackend(memory())
-    writer(backend).append(1, {"data/blob": bytes(50 << 20)}, sync_every=1)
+    writer(backend).append(1, {"data/blob": [bytes(50 << 20)]}, sync_every=1)
     assert steps(backend) == [1]
     assert len([name for name, _ in backend.calls if name == "write"]) >= 4
 

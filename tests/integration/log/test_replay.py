@@ -468,3 +468,41 @@ def test_change_that_leaves_no_mark_is_found_by_a_digest(tmp_path, caplog):
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.restore(other.state).step == 0
     assert "has other bits after a logged step than it had in training" in caplog.text
+
+
+class Wide:
+    """Gradients of several chunks, other ones in each step, and a large mean of the weights."""
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.zeros(700_000))
+        self.small = nn.Parameter(torch.zeros(300_000, dtype=torch.float16))
+        self.optimizer = optim.SGD([self.weight, self.small], 0.1)
+        self.mean = torch.zeros(700_000)
+        self.state = {"weights": [self.weight, self.small], "optimizer": self.optimizer,
+                      "mean": self.mean}  # fmt: skip
+
+    def step(self, number):
+        drawn = torch.Generator().manual_seed(number)
+        bits = torch.randint(-(2**31), 2**31, (700_000,), dtype=torch.int32, generator=drawn)
+        exact = bits.float().bfloat16().float() * 0.7  # `factor` takes these
+        random = (bits & 0x3FFFFFFF).view(torch.float32)  # and declines these
+        self.weight.grad = torch.cat([exact[:300_000], random[300_000:]])
+        self.small.grad = torch.randn(300_000, generator=drawn).half() if number % 2 else None
+        self.optimizer.step()
+        self.mean.lerp_(self.weight.detach(), 0.1)
+
+
+def test_entries_of_many_chunks_are_replayed():
+    url = f"memory://{random.getrandbits(64):x}"
+    training = Wide()
+    with penstock.Checkpointer(url, chunk_bytes=1 << 20) as ckpt:
+        ckpt.save(training.state, 0)
+        for step in range(1, 6):
+            training.step(step)
+            assert ckpt.log(training.state, step)
+    other = Wide()
+    with penstock.Checkpointer(url) as ckpt:
+        assert ckpt.restore(other.state).replayed_steps == 5
+    assert equal(
+        [training.weight, training.small, training.mean], [other.weight, other.small, other.mean]
+    )

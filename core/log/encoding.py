@@ -1,0 +1,216 @@
+"""Encodes entries of a log as checkpoints in memory.
+
+A save into memory gives the same files. Its threads, records and copies of all bytes took four
+times as much CPU time, which training on the same cores lost (`benchmarks/log.py`).
+
+Tested in `tests/integration/log/test_replay.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.config.model import load_config
+from penstock.core.format.blocks import frame_blocks
+from penstock.core.format.commit_record import encode_commit
+from penstock.core.format.index import encode_blocks, merged
+from penstock.core.format.records import blob_name, commit_name
+from penstock.core.format.strict_json import dump_json
+from penstock.core.log.recut import cuts_of
+from penstock.core.log.replayed import stored_step
+from penstock.core.pipeline.chunks import ChunkResult
+from penstock.core.pipeline.codec_chain import checksum_blocks
+from penstock.core.pipeline.links import load_link
+from penstock.core.pipeline.staging import map_memory
+from penstock.core.plan.save import RawLayout, context_of
+from penstock.core.save.manifest import ManifestWriter
+from penstock.core.save.prepare import plan_state
+from penstock.core.save.rules import ChainTable
+from penstock.core.tree.describe import describe_tree
+from penstock.core.tree.known import Known
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.core.abc import Node, StateObject
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.recut import Cut
+    from penstock.core.log.steps import LoggedStep
+    from penstock.core.pipeline.codec_chain import EncodedFrame
+    from penstock.core.plan.save import Chunk, SavePlan
+    from penstock.core.plugins.registry import Registry
+    from penstock.core.save.request import SaveRequest
+    from penstock.core.types import Buffer
+
+STATE, STEPS, OPTIONS = "state", "steps", "options"
+"""The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
+
+LAYOUT = "layout"
+"""The key, in a step, of the layout of its gradients; an entry has it as JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What an entry stores.
+
+    Attributes:
+        step: The number of the step.
+        rest: The description of what no optimizer changes, with its bytes.
+        providers: Name and version of each provider that described it.
+        steps: The steps of optimizers, each with the path of its optimizer.
+        options: The options of all groups, by the path of the optimizer.
+    """
+
+    step: int
+    rest: Sequence[StateObject | Node]
+    providers: Mapping[str, int]
+    steps: Sequence[tuple[str, LoggedStep]]
+    options: Mapping[str, Any]
+
+
+class EntryEncoder:
+    """Encodes entries. For one thread."""
+
+    def __init__(self, workers: Workers, config: CheckpointerConfig, registry: Registry) -> None:
+        self._workers = workers
+        self._registry = registry
+        self._config = load_config(
+            {
+                "backend": "memory://",
+                "allow_pickle": config.allow_pickle,
+                "chunk_bytes": config.chunk_bytes,
+                "rules": [{"match": f"{STEPS}/*/grads/**", "codecs": ["factor", "floatsplit"]}],
+            }
+        )
+        self._table = ChainTable(self._config, registry)
+        self._known = Known()
+        self._cuts: dict[object, Cut] = {}
+        # Memory that is kept for the next entry: fresh pages take as long as the codecs.
+        self._flat: list[dict[str, Any]] = []  # gradients, of each step by dtype
+        self._frames: dict[int, memoryview] = {}  # encoded, by number of the chunk
+
+    def encode(self, entry: Entry) -> dict[str, Sequence[Buffer]]:
+        """Return the files of an entry's checkpoint, each as its buffers, until the next call.
+
+        Raises:
+            NotLoggedError: The entry cannot be replayed exactly.
+            PenstockError: No reader would accept it.
+        """
+        self._flat += [{} for _ in entry.steps[len(self._flat) :]]
+        steps = [
+            stored_step(step, path, self._cut_of, flat)
+            for (path, step), flat in zip(entry.steps, self._flat, strict=False)
+        ]
+        for (_, step), stored in zip(entry.steps, steps, strict=True):
+            if step.proof is not None:
+                step.proof.check(step.replayer, stored)
+            step.release()
+        return self._files(self._request(entry, steps))
+
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
+
+    def _request(self, entry: Entry, steps: Sequence[Mapping[str, Any]]) -> SaveRequest:
+        known = Known(self._known)
+        # As text, since describing nested lists takes longer than all else.
+        rows = [{**step, LAYOUT: dump_json(step[LAYOUT]).decode()} for step in steps]
+        description = describe_tree(
+            {STEPS: rows, OPTIONS: entry.options},
+            providers=self._registry.providers,
+            allow_pickle=self._config.allow_pickle,
+            known=known,
+        )
+        providers = {**entry.providers, **dict(description.providers_used)}
+        both = replace(
+            description,
+            entries=(*entry.rest, *description.entries),
+            providers_used=tuple(sorted(providers.items())),
+        )
+        request = plan_state(
+            both, config=self._config, table=self._table, step=entry.step, generation=0,
+            mode="blocking", share=False, derive=False, known=known,
+        )  # fmt: skip
+        self._known = known
+        return request
+
+    def _files(self, request: SaveRequest) -> dict[str, Sequence[Buffer]]:
+        plan, uid = request.plan, secrets.token_hex(16)
+        tasks = [partial(self._stored, request, number) for number in range(len(plan.chunks))]
+        results: dict[int, ChunkResult] = {}
+        kinds: dict[str, list[memoryview]] = {"raw": [], "enc": []}
+        layout, end = RawLayout(), 0
+        for number, outcome in enumerate(self._workers.side_by_side(tasks)):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            data, frame, declined = outcome
+            if plan.chunks[number].chain:
+                offset, end = end, end + data.nbytes
+                kinds["enc"].append(data)
+            else:
+                gap, offset = -layout.end, layout.place(plan.chunks[number])
+                kinds["raw"] += memoryview(bytes(gap + offset)), data
+            if frame is None:
+                blocks = frame_blocks(offset, data.nbytes, request.block_bytes)
+                sums = tuple(checksum_blocks(data, blocks))
+                results[number] = ChunkResult(offset, data.nbytes, sums, declined=declined)
+            else:
+                results[number] = ChunkResult(
+                    offset, frame.length, (frame.checksum,), frame.raw_checksum, frame.lengths,
+                    declined,
+                )  # fmt: skip
+        blobs = {blob_name(uid, 0, 0, kind): data for kind, data in kinds.items() if data}
+        sizes = [(name, sum(map(len, buffers))) for name, buffers in blobs.items()]
+        manifest = ManifestWriter(request, {}, shipper=self._registry.shipper)
+        part = manifest.encode_part(uid, results, sizes, derived={})
+        index, record = manifest.encode(
+            uid, [part.summary], encode_blocks(merged([part.shards])),
+            engine="memory", created=self._workers.timing.clock.now_iso(),
+        )  # fmt: skip
+        return {
+            commit_name(record.step, record.generation): [encode_commit(record)],
+            record.index.name: [index],
+            part.summary.entry.name: [part.data],
+            **blobs,
+        }
+
+    def _stored(
+        self, request: SaveRequest, number: int
+    ) -> tuple[memoryview, EncodedFrame | None, tuple[int, ...]]:
+        """Return what to store of a chunk, its frame unless it is raw, and who declined it."""
+        chunk = request.plan.chunks[number]
+        data, chain = _bytes_of(request.plan, chunk), request.chains[chunk.chain]
+        if chain is None:
+            return data, None, ()
+        for codec in chain.codecs:
+            load_link(codec)
+        bound = chain.max_encoded_size(chunk.length)
+        if len(self._frames.get(number, b"")) < bound:
+            self._frames[number] = memoryview(map_memory(bound))
+        out = self._frames[number]
+        frame = chain.encode(data, out, context=context_of(request.plan, chunk))
+        if len(frame.declined) == len(chain.codecs):
+            return data, None, frame.declined
+        return out[: frame.length], frame, frame.declined
+
+
+def _bytes_of(plan: SavePlan, chunk: Chunk) -> memoryview:
+    """Return the bytes of a chunk, without a copy if they are one object in host memory."""
+    piece = chunk.pieces[0]
+    view = None if chunk.slab else plan.objects[piece.item].entry.source.view()
+    if view is not None:
+        return view[piece.start : piece.stop]
+    data = memoryview(bytearray(chunk.length))
+    for piece in chunk.pieces:
+        out = data[piece.at : piece.at + piece.stop - piece.start]
+        pending = plan.objects[piece.item].entry.source.copy_out(piece.start, out)
+        if pending is not None:
+            pending.wait()
+    return data
