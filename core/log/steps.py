@@ -70,6 +70,10 @@ class LoggedStep:
     def keep(self) -> None:
         """Hold the optimizer and the gradients, if they were not held since the step.
 
+        Copies gradients that are views: the next backward pass of DDP with
+        `gradient_as_bucket_view` writes into them. A version that is read while it writes does not
+        show that yet.
+
         Raises:
             NotLoggedError: One is gone.
         """
@@ -82,6 +86,9 @@ class LoggedStep:
                 "come before zero_grad"
             )
             raise NotLoggedError(msg)
+        if [*map(version_of, self.tensors())] == [*self.versions]:  # else the log thread names it
+            self.grads = [[_without_base(grad) for grad in group] for group in self.grads]
+            self.versions = [*map(version_of, self.tensors())]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the gradients."""
@@ -354,6 +361,13 @@ def local_of(tensor: Any) -> torch.Tensor:
 def version_of(tensor: Any) -> int:
     """Return the version of a tensor, which rises with each change in place."""
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
+
+
+def _without_base(grad: Any) -> Any:
+    """Return a gradient, or a copy if it is a view; FSDP makes new DTensors in each step."""
+    if grad is None or hasattr(grad, "_local_tensor") or grad._base is None:  # noqa: SLF001 - no public name
+        return grad
+    return grad.detach().clone()
 
 
 def _marks(optimizer: Optimizer) -> Marks:
