@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
 _SEGMENT_BYTES = 1 << 30
 """A segment ends after this much: one file of a day's training would be hard to copy."""
 
@@ -72,12 +72,12 @@ class StoredEntry:
     def pieces(self, backend: Backend) -> Iterator[memoryview]:
         """Yield the payload: with the header before it, all pieces but the last fill pages."""
         start, left = self.offset + HEADER_BYTES, self.header.payload_bytes
-        limit = _PIECE_BYTES - HEADER_BYTES
+        limit = PIECE_BYTES - HEADER_BYTES
         while left:
             data = memoryview(bytearray(min(left, limit)))
             backend.read([ReadRequest(self.segment, start, data)])
             yield data
-            start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
+            start, left, limit = start + len(data), left - len(data), PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +254,10 @@ def _requests(at: int, buffers: Sequence[bytes]) -> Iterator[WriteRequest]:
     for buffer in buffers:
         left = memoryview(buffer)
         while left:
-            piece, left = left[: _PIECE_BYTES - size], left[_PIECE_BYTES - size :]
+            piece, left = left[: PIECE_BYTES - size], left[PIECE_BYTES - size :]
             pieces.append(piece)
             size += len(piece)
-            if size == _PIECE_BYTES:
+            if size == PIECE_BYTES:
                 yield WriteRequest(at, tuple(pieces))
                 at, size, pieces = at + size, 0, []
     if pieces:
