@@ -230,8 +230,8 @@ state = {"model": net, "optimizers": optimizers, "rng": penstock.Rng()}
 torch.manual_seed(100 + rank)
 
 def bits():
-    tensors = [*net.parameters(), *(optimizers[1].state[p]["exp_avg_sq"] for p in net[3].parameters()
-               if p in optimizers[1].state)]
+    tensors = [*net.parameters()]
+    tensors += [state["exp_avg_sq"] for state in optimizers[1].state.values()]
     data = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
