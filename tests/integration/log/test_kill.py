@@ -12,9 +12,16 @@ pytestmark = pytest.mark.process
 LAST, SAVE_EVERY = 40, 10
 
 
-def train(root, kill_after=None):
+def train(root, kill_after=None, sync=1):
     """Train, and kill the training after a number of lines; return its lines."""
-    command = ("-m", "tests.integration.log.train", str(root), str(LAST), str(SAVE_EVERY))
+    command = (
+        "-m",
+        "tests.integration.log.train",
+        str(root),
+        str(LAST),
+        str(SAVE_EVERY),
+        str(sync),
+    )
     process = interpreters.start(*command, stdout=subprocess.PIPE)
     lines = []
     for line in process.stdout:
@@ -26,14 +33,17 @@ def train(root, kill_after=None):
     return lines
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
-def test_killed_training_loses_at_most_the_step_that_was_not_yet_durable(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "sync"),
+    [(0, 1), (0, 8), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in (1, 2))],
+)
+def test_killed_training_loses_at_most_the_step_that_was_not_yet_written(tmp_path, seed, sync):
     choice = random.Random(seed)
     whole = dict(train(tmp_path / "whole")[1:])
     assert len(whole) == LAST
     reached = -1
     while reached < LAST - 1:
-        lines = train(tmp_path / "killed", choice.randrange(2, 14))
+        lines = train(tmp_path / "killed", choice.randrange(2, 14), sync)
         first = int(lines[0][1])
         # The entry of the last step may not be written yet.
         assert first >= reached
