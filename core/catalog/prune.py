@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.core.abc import read_root
 from penstock.core.catalog.deletion import (
     delete_data,
     delete_lent,
@@ -21,6 +23,7 @@ from penstock.core.catalog.deletion import (
 from penstock.core.catalog.notes import delete_notes, notes_by_origin
 from penstock.core.catalog.survey import (
     data_by_uid,
+    first_logged,
     has_data,
     places_of,
     read_intent,
@@ -28,7 +31,7 @@ from penstock.core.catalog.survey import (
     unrecorded,
 )
 from penstock.core.concurrency.processes import is_over
-from penstock.core.errors import BlobNotFoundError, DamagedError
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
 from penstock.core.format.records import data_prefix, index_name, intent_name
 from penstock.core.format.segment import uid_of_segment
 
@@ -272,6 +275,8 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
     survey = survey_run(backend)
     if survey.unreadable:
         return _refused(survey.unreadable, dry_run=how.dry_run)
+    if how.latest is None and not how.everything:
+        how = replace(how, keep=how.keep | _logs_of_evicted(backend, survey))
     steps = [step for step in (survey.latest, how.latest) if step is not None]
     waiting: Collection[str] = ()
     if not how.everything:
@@ -312,6 +317,25 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         unrecorded=tuple(sorted(set(waiting) - how.keep)),
         dry_run=how.dry_run,
     )
+
+
+def _logs_of_evicted(backend: Backend, survey: Survey) -> set[str]:
+    """Return the uids whose log may continue the newest checkpoint of other tiers.
+
+    A place of a run in tiers that is pruned alone may have evicted that checkpoint.
+    """
+    logs = {
+        uid: first_logged(backend, blob)
+        for uid in survey.data.keys() - survey.named
+        for blob in reversed(survey.data[uid])
+        if uid_of_segment(blob.name) is not None
+    }
+    with suppress(FormatError):  # a damaged root record, whose place may be a tier
+        root = read_root(backend) if logs else None
+        if root is None or not root.tiers:
+            return set()
+    last = -1 if survey.latest is None else survey.latest
+    return {uid for uid, first in logs.items() if first is None or first > last}
 
 
 def _take_all(

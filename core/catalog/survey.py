@@ -22,6 +22,7 @@ from penstock.core.errors import (
     BlobTruncatedError,
     DamagedError,
     FormatError,
+    StorageError,
 )
 from penstock.core.foreign import memory_permitting
 from penstock.core.format.commit_record import decode_borrowed, decode_commit, decode_intent
@@ -36,6 +37,7 @@ from penstock.core.format.records import (
     parse_commit_name,
     part_name,
 )
+from penstock.core.format.segment import HEADER_BYTES, decode_header
 from penstock.core.limits import RECORD_LIMIT_BYTES
 from penstock.core.storage.failover import from_any_tier
 from penstock.core.types import ReadRequest
@@ -406,3 +408,15 @@ def read_intent(backend: Backend, uid: str) -> IntentRecord:
     """
     name = intent_name(uid)
     return decode_intent(backend.read_record(name, limit_bytes=RECORD_LIMIT_BYTES), name)
+
+
+def first_logged(backend: Backend, segment: BlobInfo) -> int | None:
+    """Return the first step in a segment of a log; None if it has no readable entry."""
+    if segment.size_bytes < HEADER_BYTES:
+        return None
+    data = bytearray(HEADER_BYTES)
+    with suppress(FormatError, StorageError):
+        backend.read([ReadRequest(segment.name, 0, memoryview(data))])
+        header = decode_header(bytes(data), segment.name)
+        return None if header is None else header.step
+    return None

@@ -401,6 +401,9 @@ class CheckpointerConfig(_Model):
         workers: Threads that encode and hash. The default is the number of cores that the process
             may use (affinity, the CPU limit of a container), divided by `LOCAL_WORLD_SIZE`, but at
             most 4.
+        log_sync: Number of logged steps that are made durable together; a crash loses at most as
+            many, a killed process on a local disk at most one. An object store gets one object for
+            them. The default is 1 in memory or on a disk of this machine, else 8.
         grace_s: Seconds for which `prune` keeps uncommitted data. Must be above 0: a save without
             progress for half of this time is never committed.
         prefer: The distribution to use for each plugin name that several distributions claim.
@@ -434,6 +437,7 @@ class CheckpointerConfig(_Model):
     chunk_bytes: ChunkBytes = 16 << 20
     block_bytes: BlockBytes | None = None
     workers: int | None = Field(default=None, ge=1)
+    log_sync: int | None = Field(default=None, ge=1)
     grace_s: Annotated[
         float, AfterValidator(_grace), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})
     ] = 86400.0
@@ -468,6 +472,7 @@ class CheckpointerOptions(TypedDict, total=False):
     chunk_bytes: int | str
     block_bytes: int | str | None
     workers: int | None
+    log_sync: int | None
     grace_s: float
     prefer: Prefer | Mapping[str, Mapping[str, str]]
 

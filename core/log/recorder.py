@@ -58,6 +58,8 @@ log = logging.getLogger("penstock")
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
 _DIGEST_FREE_S = 0.0005  # a digest that takes less is always taken
 
+_SYNC_REMOTE = 8  # entries that are made durable together elsewhere than on this machine
+
 
 class CopiedSource(ByteSource):
     """The bytes of an object as they were when it was logged."""
@@ -268,8 +270,20 @@ class Recorder:
 
     def flush(self) -> None:
         """Wait until all entries are durable; the log continues."""
-        if self._writing is not None:
-            self._writing.flush()
+        if self._writing is None:
+            return
+        self._writing.flush()
+        for kept in self._logs:  # the log thread has nothing to do now
+            try:
+                kept.writer.sync()
+            except PenstockError as error:
+                kept.writer.end()
+                self.end(str(error))
+
+    def sync_every(self) -> int:
+        """Return how many entries are made durable together."""
+        local = places_of(self._backend)[0].capabilities.local
+        return self._config.log_sync or (1 if local else _SYNC_REMOTE)
 
     def make_room(self, entry_bytes: int) -> None:
         """Make room for the entries of all ranks, if there are tiers."""
@@ -461,15 +475,15 @@ class _Writing:
         self._thread = workers.spawn("log", self._run)
 
     def put(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
-        """Append an entry in the background, once the last one is durable.
+        """Append an entry in the background, once the last one is written.
 
-        So a crash loses at most one logged step.
+        So a killed process loses at most one logged step on a store that appends.
         """
         self._queue.join()
         self._queue.put((entry, writers))
 
     def flush(self) -> None:
-        """Wait until all entries are durable."""
+        """Wait until all entries are written."""
         self._queue.join()
 
     def close(self) -> None:
@@ -495,4 +509,4 @@ class _Writing:
         size = sum(len(buffer) for buffers in files.values() for buffer in buffers)
         self._recorder.make_room(size * len(writers))
         for writer in writers:
-            writer.append(entry.step, files, sync_every=1)
+            writer.append(entry.step, files, sync_every=self._recorder.sync_every())

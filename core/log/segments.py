@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20
 _SEGMENT_BYTES = 1 << 30
 """A segment ends after this much: one file of a day's training would be hard to copy."""
 
@@ -71,13 +71,13 @@ class StoredEntry:
             into: The memory for the payload; None: each piece gets its own.
         """
         begin = start = self.offset + HEADER_BYTES
-        left, limit = self.header.payload_bytes, _PIECE_BYTES - HEADER_BYTES
+        left, limit = self.header.payload_bytes, PIECE_BYTES - HEADER_BYTES
         while left:
             size, at = min(left, limit), start - begin
             data = memoryview(bytearray(size)) if into is None else into[at : at + size]
             backend.read([ReadRequest(self.segment, start, data)])
             yield data
-            start, left, limit = start + len(data), left - len(data), _PIECE_BYTES
+            start, left, limit = start + len(data), left - len(data), PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +255,10 @@ def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
     for buffer in buffers:
         left = memoryview(buffer)
         while left:
-            piece, left = left[: _PIECE_BYTES - size], left[_PIECE_BYTES - size :]
+            piece, left = left[: PIECE_BYTES - size], left[PIECE_BYTES - size :]
             pieces.append(piece)
             size += len(piece)
-            if size == _PIECE_BYTES:
+            if size == PIECE_BYTES:
                 yield WriteRequest(at, tuple(pieces))
                 at, size, pieces = at + size, 0, []
     if pieces:

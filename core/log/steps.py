@@ -70,6 +70,10 @@ class LoggedStep:
     def keep(self) -> None:
         """Hold the optimizer and the gradients, if they were not held since the step.
 
+        Copies gradients that are views: the next backward pass of DDP with
+        `gradient_as_bucket_view` writes into them. A version that is read while it writes does not
+        show that yet.
+
         Raises:
             NotLoggedError: One is gone.
         """
@@ -82,6 +86,9 @@ class LoggedStep:
                 "come before zero_grad"
             )
             raise NotLoggedError(msg)
+        if [*map(version_of, self.tensors())] == [*self.versions]:  # else the log thread names it
+            self.grads = [[_without_base(grad) for grad in group] for group in self.grads]
+            self.versions = [*map(version_of, self.tensors())]
 
     def release(self) -> None:
         """Hold the gradients no longer: training gets their memory again."""
@@ -121,6 +128,7 @@ class StepWatch:
     )
     _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
     _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # captured before them
+    _random: dict[int, Sequence[bytes]] = field(default_factory=dict)  # before them
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the steps of this process from now on, and changes of these optimizers."""
@@ -161,8 +169,13 @@ class StepWatch:
         """Forget the steps that were logged."""
         self.steps, self.strangers, self.trouble = [], {}, ""
 
-    def before(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer with what it was after its last step; prove its first steps."""
+    def before(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
+        """Compare an optimizer with what it was after its last step; prove its first steps.
+
+        Args:
+            optimizer: The optimizer.
+            has_closure: Whether the step evaluates a closure, which may draw random numbers.
+        """
         self._compare(optimizer)
         if self.trouble or not self._knows(optimizer):
             return
@@ -170,6 +183,9 @@ class StepWatch:
         if replayer is None:
             return
         self._begun[key] = replayer.capture_before(optimizer)
+        # Those of torch draw nothing; other threads of the training may.
+        if not has_closure and not type(optimizer).__module__.startswith("torch.optim."):
+            self._random[key] = _random_states(optimizer)
         if self.keeps and self._left[key]:
             self._left[key] -= 1
             self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
@@ -184,12 +200,19 @@ class StepWatch:
     def after(self, optimizer: Optimizer) -> None:
         """Note a step."""
         proof = self._proofs.pop(id(optimizer), None)
+        random = self._random.pop(id(optimizer), None)
         if not self._knows(optimizer):
             self.strangers[id(optimizer)] = (lambda: optimizer) if self.keeps else ref(optimizer)
             return
         self.trouble = self.trouble or self._obstacle(optimizer)
         replayer = self.find(optimizer)
         if self.trouble or replayer is None:
+            self.steps = []
+            return
+        if random is not None and random != _random_states(optimizer):
+            # A replay would draw others, and the proof would draw from those of the training.
+            kind = type(optimizer).__name__
+            self.trouble = f"{kind} draws from the global generator of torch in its steps"
             self.steps = []
             return
         grads: list[list[Any]] = [
@@ -360,6 +383,23 @@ def version_of(tensor: Any) -> int:
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
 
 
+def _random_states(optimizer: Optimizer) -> list[bytes]:
+    """Return the states of the global generators that a step may draw from."""
+    import torch  # noqa: PLC0415 - as above
+
+    devices = {p.device for p in parameters_of(optimizer)}
+    own = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+    generators = (torch.default_generator, *own)
+    return [generator.get_state().numpy().tobytes() for generator in generators]
+
+
+def _without_base(grad: Any) -> Any:
+    """Return a gradient, or a copy if it is a view; FSDP makes new DTensors in each step."""
+    if grad is None or hasattr(grad, "_local_tensor") or grad._base is None:  # noqa: SLF001 - no public name
+        return grad
+    return grad.detach().clone()
+
+
 def _marks(optimizer: Optimizer) -> Marks:
     """Return what changes with any change of groups, parameters and state that torch sees.
 
@@ -412,10 +452,10 @@ def _parts_of(tensor: Any) -> Sequence[str]:
     return parts
 
 
-def _before_step(optimizer: Optimizer, *_: object) -> None:
+def _before_step(optimizer: Optimizer, args: Sequence[object], kwargs: object) -> None:
     for watch in list(_watches):
         with watch.noting_failures(optimizer):
-            watch.before(optimizer)
+            watch.before(optimizer, has_closure=len(args) > 1 or bool(kwargs))
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:

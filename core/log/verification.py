@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.core.errors import BlobNotFoundError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.segment import HEADER_BYTES, decode_header, log_prefix
 from penstock.core.log.archive import EntryBackend, EntryLoader
-from penstock.core.log.segments import StoredLog, logs_of
+from penstock.core.log.segments import PIECE_BYTES, StoredLog, logs_of
 from penstock.core.pipeline.staging import ThreadMemory
 from penstock.core.reporting.reports import Damage
 from penstock.core.restore.checkpoint import Checkpoint
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.core.format.segment import EntryHeader
     from penstock.core.log.segments import Segment, StoredEntry
     from penstock.core.reporting.reports import VerifyReport
-
-_PIECE_BYTES = 16 << 20
 
 
 def with_log(checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
@@ -137,8 +135,8 @@ class _Verification:
 def _headers(backend: Backend, segment: Segment) -> Iterator[tuple[int, EntryHeader]]:
     """Yield the whole headers after the end of a segment's entries, with their offsets."""
     size = segment.info.size_bytes
-    for start in range(segment.end, size, _PIECE_BYTES):
-        data = bytearray(min(_PIECE_BYTES, size - start))
+    for start in range(segment.end, size, PIECE_BYTES):
+        data = bytearray(min(PIECE_BYTES, size - start))
         backend.read([ReadRequest(segment.info.name, start, memoryview(data))])
         for at in range(0, len(data), PAGE_BYTES):
             header = decode_header(bytes(data[at : at + HEADER_BYTES]), segment.info.name)

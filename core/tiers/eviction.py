@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 from penstock.core.abc import DelegatingBackend
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.notes import carry_notes
-from penstock.core.catalog.survey import is_whole
+from penstock.core.catalog.survey import first_logged, is_whole
 from penstock.core.copy.confirmation import has_all_data
 from penstock.core.errors import CheckpointGoneError, DamagedError, FormatError, StorageError
 from penstock.core.format.records import (
@@ -29,9 +29,8 @@ from penstock.core.format.records import (
     commit_name,
     parse_commit_name,
 )
-from penstock.core.format.segment import HEADER_BYTES, decode_header, uid_of_segment
+from penstock.core.format.segment import uid_of_segment
 from penstock.core.tiers.whereabouts import by_age, is_marked
-from penstock.core.types import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -168,7 +167,7 @@ class Eviction:
                 logs.setdefault(base, []).append(info)
         here = {record.uid for record in by_age(backend)} if logs else set()
         for segments in (logs[base] for base in logs.keys() - here):
-            first = _first_step(backend, segments[0])
+            first = first_logged(backend, segments[0])
             if first is not None and self._is_saved_since(number, first - 1):
                 backend.delete([info.name for info in segments])
 
@@ -226,18 +225,6 @@ class _WithoutLogs(DelegatingBackend):
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         return [info for info in super().list(prefix) if uid_of_segment(info.name) is None]
-
-
-def _first_step(backend: Backend, segment: BlobInfo) -> int | None:
-    """Return the first step of a segment; None if it has no readable entry."""
-    if segment.size_bytes < HEADER_BYTES:
-        return None
-    data = bytearray(HEADER_BYTES)
-    with suppress(FormatError, StorageError):
-        backend.read([ReadRequest(segment.name, 0, memoryview(data))])
-        header = decode_header(bytes(data), segment.name)
-        return None if header is None else header.step
-    return None
 
 
 def _check_data(backend: Backend, record: CommitRecord) -> None:

@@ -17,8 +17,9 @@ from penstock import (
     DamagedError,
     StorageError,
 )
+from penstock.backends.tiered import TieredBackend, TieredConfig
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.catalog.notes import NotesOfRun, write_note
 from penstock.core.concurrency.workers import Workers
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.format.commit_record import seal
@@ -316,6 +317,23 @@ def test_note_added_during_a_copy_is_carried_over():
 
         copied(source, Between(target))
     assert notes_of(target).metadata == {"loss": 1.0}
+
+
+def test_copy_that_commits_while_a_note_is_written_gets_it(tmp_path):
+    class Between(WrapperBackend):
+        def publish(self, name, data, /, *, exclusive=False):
+            if name.startswith("notes/"):
+                copied(fast, durable)
+            super().publish(name, data, exclusive=exclusive)
+
+    fast, durable = memory(), memory()
+    with checkpointer(fast) as ckpt:
+        save(ckpt, 1)
+    config = TieredConfig(fast="memory://a", durable="memory://b")
+    tiers = TieredBackend(config, fast=Between(fast), durable=durable)
+    write_note(tiers, Catalog(fast).record(1), {"loss": 1.0}, {})
+    assert notes_of(durable).metadata == notes_of(fast).metadata == {"loss": 1.0}
+    tiers.close()
 
 
 def test_second_copy_carries_later_notes():

@@ -17,10 +17,10 @@ def saved(handle):
     return handle.committed.done() and handle.committed.exception() is None
 
 
-def train(store):
+def train(store, sync):
     """Train until the power fails; return the last step that was promised to be durable."""
     promised = [-1]
-    with mortal(), penstock.Checkpointer(store, workers=1) as ckpt:
+    with mortal(), penstock.Checkpointer(store, workers=1, log_sync=sync) as ckpt:
         training, recorder = Tiny(), ckpt._log.recorder
         for step in range(LAST + 1):
             training.step(step)
@@ -31,20 +31,21 @@ def train(store):
                 handle = ckpt.save(training.state, step)
                 covered = len(recorder._logs) == 2  # the log before it continues until the commit
             elif ckpt.log(training.state, step) and (step < SECOND or covered or saved(handle)):
-                promised.append(step - 1)
+                promised.append(step - sync)
         recorder.flush()
         if not recorder.ended and saved(handle):
             promised.append(LAST)
     return max(promised)
 
 
+@pytest.mark.parametrize("sync", [1, 2])
 @pytest.mark.parametrize("wrap", [lambda store: store, WithoutAppends], ids=["appends", "objects"])
 @pytest.mark.parametrize("most_cuts", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_power_cut_during_any_effect_loses_at_most_one_step(wrap, most_cuts):
+def test_power_cut_during_any_effect_loses_at_most_log_sync_steps(wrap, most_cuts, sync):
     points, found = 0, set()
     while True:
         disk = Disk(cut_at=points + 1)
-        promised = train(wrap(PowerCut(disk)))
+        promised = train(wrap(PowerCut(disk)), sync)
         over = not disk.dead
         chance = random.Random(points)
         for survived in disk.cuts(chance, most=most_cuts):

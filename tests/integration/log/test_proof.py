@@ -116,6 +116,95 @@ def test_proof_shares_nothing_that_a_step_may_change():
     assert not copied.param_groups[0]["params"][0].any()
 
 
+class Noisy(optim.Optimizer):
+    """Adds noise from some step on, as SGLD does after a burn-in."""
+
+    def __init__(self, parameters, noise_from, generator=None):
+        super().__init__(parameters, {"lr": 0.1, "taken": 0})
+        self.noise_from, self.generator = noise_from, generator
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["taken"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad)
+                if group["taken"] > self.noise_from:
+                    noise = torch.randn(parameter.shape, generator=self.generator)
+                    parameter.add_(noise, alpha=0.01)
+
+
+class NoisyReplayer(Replayer):
+    """Logs the state of the optimizer's own generator."""
+
+    name = "noisy"
+    api_version = API_VERSION
+
+    def handles(self, optimizer):
+        return isinstance(optimizer, Noisy)
+
+    def capture_before(self, optimizer):
+        counts = [group["taken"] for group in optimizer.param_groups]
+        own = optimizer.generator
+        return {"counts": counts} | ({} if own is None else {"random": own.get_state()})
+
+    def step(self, optimizer, captured):
+        for group, count in zip(optimizer.param_groups, captured["counts"], strict=True):
+            group["taken"] = count
+        if optimizer.generator is not None:
+            optimizer.generator.set_state(captured["random"])
+        optimizer.step()
+
+
+def train_with_noise(root, noise_from, generator=None, *, logs=True):
+    """Save step 0, and log six steps; return the weights."""
+    registry = Registry()
+    registry.register(NoisyReplayer)
+    torch.manual_seed(3)
+    model = nn.Linear(8, 3)
+    optimizer = Noisy(model.parameters(), noise_from, generator)
+    state = {"model": model, "optimizer": optimizer, "rng": penstock.Rng()}
+    with penstock.Checkpointer(root, registry=registry) as ckpt:
+        for step in range(7):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            if step and logs:
+                ckpt.log(state, step)
+                ckpt._log.recorder.flush()
+            elif not step:
+                ckpt.save(state, step, mode="blocking")
+    return model.weight.detach().clone()
+
+
+def restore_noise(root, noise_from, generator=None):
+    registry = Registry()
+    registry.register(NoisyReplayer)
+    model = nn.Linear(8, 3)
+    optimizer = Noisy(model.parameters(), noise_from, generator)
+    with penstock.Checkpointer(root, registry=registry) as ckpt:
+        step = ckpt.restore({"model": model, "optimizer": optimizer, "rng": penstock.Rng()}).step
+    return step, model.weight
+
+
+@pytest.mark.parametrize("noise_from", [0, 4])
+def test_noise_from_the_global_generator_ends_the_log(tmp_path, caplog, noise_from):
+    weight = train_with_noise(tmp_path / "logged", noise_from)
+    last = max(noise_from - 1, 0)
+    draws = "Noisy draws from the global generator of torch in its steps"
+    assert f"the log of gradients ends after step {last}: {draws}" in caplog.text
+    assert restore_noise(tmp_path / "logged", noise_from)[0] == last
+    # No replay in the background drew from the generator of the training.
+    assert torch.equal(weight, train_with_noise(tmp_path / "plain", noise_from, logs=False))
+
+
+def test_noise_from_a_captured_generator_is_replayed(tmp_path):
+    weight = train_with_noise(tmp_path, 2, torch.Generator().manual_seed(1))
+    step, replayed = restore_noise(tmp_path, 2, torch.Generator())
+    assert step == 6
+    assert torch.equal(weight, replayed)
+
+
 class Brittle(Careful):
     """Fails once a run is restored."""
 

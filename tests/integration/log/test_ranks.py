@@ -200,13 +200,68 @@ dist.destroy_process_group()
 )
 
 
-def train(root, count=2, *, last=12, dies_at=-1, **options):
-    """Train by FSDP2 in processes, perhaps until they are killed; return each rank's lines."""
+REPLICATED = (
+    JOIN
+    + """
+import hashlib
+from torch import nn, optim
+from penstock.core.abc import API_VERSION
+from penstock.core.plugins.registry import Registry
+from penstock.providers.replayer import TorchReplayer
+
+last, dies_at, options = int(sys.argv[5]), int(sys.argv[6]), eval(sys.argv[7])
+backwards = threading.Semaphore(0)
+
+class Late(TorchReplayer):
+    # Holds the log thread after the first optimizer until the next backward pass is over.
+    api_version = API_VERSION
+
+    def engine(self, optimizer):
+        if optimizer is optimizers[0] and threading.current_thread() is not threading.main_thread():
+            backwards.acquire()
+        return super().engine(optimizer)
+
+registry = Registry()
+registry.register(Late, replace=True)
+net = nn.Sequential(nn.Linear(12, 33), nn.Dropout(0.1), nn.ReLU(), nn.Linear(33, 5))
+model = nn.parallel.DistributedDataParallel(net, **options)
+optimizers = [optim.SGD(net[0].parameters(), 1e-2), optim.AdamW(net[3].parameters(), 1e-2)]
+state = {"model": net, "optimizers": optimizers, "rng": penstock.Rng()}
+torch.manual_seed(100 + rank)
+
+def bits():
+    tensors = [*net.parameters()]
+    tensors += [state["exp_avg_sq"] for state in optimizers[1].state.values()]
+    data = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+with penstock.Checkpointer(root, registry=registry) as ckpt:
+    start = ckpt.resume(state)
+    print(start - 1, bits(), flush=True)
+    for step in range(start, last):
+        net.zero_grad()
+        model(torch.randn(4, 12)).square().mean().backward()
+        backwards.release()
+        for optimizer in optimizers:
+            optimizer.step()
+        logged = bool(ckpt.save(state, step)) if step % 5 == 0 else ckpt.log(state, step)
+        print(step, bits() if logged else "not-logged", flush=True)
+        if step == dies_at:
+            print("dies", flush=True)
+            time.sleep(600)
+    backwards.release()
+dist.destroy_process_group()
+"""
+)
+
+
+def train(root, count=2, *, last=12, dies_at=-1, code=FULLY_SHARDED, **options):
+    """Train in processes, perhaps until they are killed; return each rank's lines."""
     # Each job has its own store: a killed one leaves its keys.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = store.port, root, last, dies_at, repr(options)
     processes = [
-        interpreters.start("-c", FULLY_SHARDED, rank, count, *command, stdout=subprocess.PIPE)
+        interpreters.start("-c", code, rank, count, *command, stdout=subprocess.PIPE)
         for rank in range(count)
     ]
     try:
@@ -230,6 +285,21 @@ def test_sharded_training_that_is_killed_repeats_all_bits(tmp_path):
         first = next(iter(resumed))
         assert first in {"8", "9"}  # the entry of step 9 may not have been durable
         assert resumed == {step: expected[step] for step in resumed}
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_in_buckets_are_logged_before_the_next_backward(tmp_path, view):
+    whole = train(tmp_path / "whole", code=REPLICATED, gradient_as_bucket_view=view)
+    train(tmp_path / "killed", dies_at=9, code=REPLICATED, gradient_as_bucket_view=view)
+    resumed = train(tmp_path / "killed", code=REPLICATED, gradient_as_bucket_view=view)
+    for lines, expected in zip(resumed, whole, strict=True):
+        assert "not-logged" not in expected.values()
+        first = next(iter(lines))
+        assert first == "8"  # the log thread held the entry of step 9
+        assert lines == {step: expected[step] for step in lines}
+        assert list(lines)[-1] == "11"
 
 
 @pytest.mark.process

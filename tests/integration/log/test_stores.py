@@ -1,6 +1,7 @@
 """A store that hangs or fails under the log ends the log by name, and nothing else."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from tests.integration.log.tiny import Tiny, WithoutAppends, logged, restored
@@ -169,3 +170,55 @@ def test_checkpoint_that_appears_after_an_unknown_commit_has_its_log():
         inner.publish(*store.held)  # it was carried out after all
         assert ckpt.steps() == [0, 2]
     assert restored(inner) == 4
+
+
+class Remote(WithoutAppends):
+    """An object store elsewhere."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, local=False)
+
+
+def segments_of(store):
+    return [info.name for info in store.list("data/") if "/log/" in info.name]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "sync", "last", "count"),
+    [(Remote, None, 17, 2), (Remote, 1, 5, 5), (WithoutAppends, None, 5, 5),
+     (WithoutAppends, 2, 5, 2)],
+)  # fmt: skip
+def test_object_store_gets_one_object_for_log_sync_steps(wrap, sync, last, count):
+    inner = memory()
+    training = Tiny()
+    with penstock.Checkpointer(wrap(inner), log_sync=sync) as ckpt:
+        for number in range(last + 1):
+            training.step(number)
+            if number:
+                assert ckpt.log(training.state, number)
+            else:
+                ckpt.save(training.state, 0, mode="blocking")
+        ckpt._log.recorder._writing.flush()
+        assert len(segments_of(inner)) == count
+        assert ckpt.latest() == last  # asks for the rest
+        assert restored(inner) == last
+
+
+def test_failed_sync_of_entries_that_are_asked_for_ends_the_log(caplog):
+    inner = memory()
+    store = FaultyBackend(WithoutAppends(inner))
+    store.fail("seal", penstock.StorageFullError("no space left"), match=".log")
+    training = Tiny()
+    with penstock.Checkpointer(store, log_sync=9) as ckpt:
+        for number in range(3):
+            training.step(number)
+            if number:
+                assert ckpt.log(training.state, number)
+            else:
+                ckpt.save(training.state, 0, mode="blocking")
+        assert ckpt.latest() == 0
+        assert "ends after step 2: no space left. The next save begins" in caplog.text
+        training.step(3)
+        assert not ckpt.log(training.state, 3)
+    assert restored(inner) == 0

@@ -14,6 +14,7 @@ from tests.integration.ranks.saving import Job
 import penstock
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.catalog.prune import prune
 from penstock.core.errors import StorageError, StorageFullError
 from penstock.testing.faults import Fault, FaultyBackend, WrapperBackend
 
@@ -98,6 +99,22 @@ def test_evicted_base_is_read_from_the_durable_tier_and_its_log_from_the_fast_on
         run.train(ckpt, 4, 6, save_at=(5,), training=training)
     assert run.logs() == (1, 0)  # the log of step 1 went once step 5 was copied
     run.resumes_at(6)
+
+
+def test_prune_of_the_fast_tier_alone_keeps_the_log_of_an_evicted_checkpoint(run):
+    fast = PosixBackend(PosixConfig(path=str(run.fast)))
+    with run.open() as ckpt:
+        training = run.train(ckpt, 1, 6, save_at=(1, 4))
+        evicted = ckpt._catalog.record(4)
+        ckpt._drains.eviction.evict(0, evicted)
+    assert listed(run.fast) == [1]
+    assert prune(fast, grace_s=-1.0).uids == ()
+    run.resumes_at(6)
+    with run.open() as ckpt:
+        ckpt.restore(training.state)
+        run.train(ckpt, 7, 7, save_at=(7,), training=training)
+    assert prune(fast, grace_s=-1.0).uids == (evicted.uid,)
+    fast.close()
 
 
 def test_log_that_begins_during_an_eviction_stays(run):

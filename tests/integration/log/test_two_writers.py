@@ -1,7 +1,12 @@
 """Two processes that log after one checkpoint, and a checkpoint that disappears under its log."""
 
+import random
+import signal
+import subprocess
+
 import pytest
 import torch
+from tests import interpreters
 from tests.integration.log.tiny import Tiny, WithoutAppends, bits_of, restored
 from tests.integration.support import memory
 from torch import nn, optim
@@ -64,6 +69,63 @@ def test_two_first_logs_of_one_checkpoint_are_not_mixed(store):
     with penstock.Checkpointer(store) as ckpt:
         assert ckpt.restore(found.state).step == 3
     assert found.bits() in states
+
+
+APPEND = """
+import sys, penstock
+from tests.integration.log.tiny import Tiny
+
+root, turn = sys.argv[1], float(sys.argv[2])
+training = Tiny()
+with penstock.Checkpointer(root) as ckpt:
+    first = ckpt.resume(training.state)
+    training.turn = turn
+    print(first, flush=True)
+    for step in range(first, 1 << 30):
+        training.step(step)
+        if not step:
+            ckpt.save(training.state, step, mode="blocking")
+        elif not ckpt.log(training.state, step):
+            break
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_two_processes_that_log_at_once_and_are_killed_are_not_mixed(tmp_path, seed):
+    choice = random.Random(seed)
+
+    def start(turn):
+        return interpreters.start("-c", APPEND, str(tmp_path), str(turn), stdout=subprocess.PIPE)
+
+    def read(process, count):
+        return [int(process.stdout.readline()) for _ in range(count)]
+
+    processes = [start(0.0)]
+    try:
+        read(processes[0], choice.randrange(3, 9))
+        processes.append(start(1.0))
+        (begun,) = read(processes[1], 1)
+        lines = [read(process, choice.randrange(3, 30)) for process in processes]
+        for process in processes[:: choice.choice([-1, 1])]:
+            process.send_signal(signal.SIGKILL)
+        rest = [process.communicate()[0].split() for process in processes]
+        steps = [[*of, *map(int, more)][-1] for of, more in zip(lines, rest, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found = Tiny(seed=9)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        last = ckpt.restore(found.state).step
+    of_second = Tiny()
+    for number in range(last + 1):
+        of_second.turn = float(number >= begun)
+        of_second.step(number)
+    # The last entry of each may not be whole, or not be printed.
+    assert found.bits() in {bits_of(last), of_second.bits()}
+    assert last in {step + more for step in steps for more in (-1, 0, 1)}
 
 
 def delete(other):
@@ -185,6 +247,7 @@ def test_compaction_loses_no_logged_step(tmp_path, caplog):
                 with penstock.Checkpointer(tmp_path) as other:
                     assert other.compact([1]).steps == other.compact(everything=True).steps == ()
                     assert "step 1 is not compacted: steps are logged after it" in caplog.text
+                    ckpt._log.recorder.flush()
                     assert other.latest() == 3
             if number == 4:  # nothing is logged after it yet
                 assert [step.step for step in ckpt.compact(everything=True).steps] == [1, 4]

@@ -8,7 +8,8 @@ import penstock
 
 root, last, save_every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 training = Training("AdamW fused", "clip")
-with penstock.Checkpointer(root) as ckpt:
+sync = int(sys.argv[4]) if sys.argv[4:] else None
+with penstock.Checkpointer(root, log_sync=sync) as ckpt:
     first = ckpt.resume(training.state)
     print("from", first, flush=True)
     for step in range(first, last):
