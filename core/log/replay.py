@@ -271,7 +271,7 @@ class LogReplay:
         selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
         tree = build_new(opened, selection=selection, device=None)[0]
         for step in tree.get(STEPS, ()):
-            step[LAYOUT] = load_json(step[LAYOUT].encode(), "the layout of an entry")
+            step[LAYOUT] = load_json(str(step[LAYOUT]).encode(), "the layout of an entry")
         return _ReplayedEntry(tree, parameters)
 
     def _restore_rest(

@@ -318,7 +318,7 @@ def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp
     rules.write_text('[[rules]]\nmatch = "model/**"\ncodecs = ["cast"]\n')
     done = call("copy", tmp_path / "large", tmp_path / "rounded", "--rules", rules)
     assert not done.err
-    assert "its log is not all copied: codecs of the copy may round values" in done.out
+    assert "not all of its log is copied: codecs of the copy may round values" in done.out
     assert len([*tmp_path.glob("*/data/*/log/*")]) == 3  # of the two runs
 
 
