@@ -244,6 +244,7 @@ def test_compaction_loses_no_logged_step(tmp_path, caplog):
             else:
                 assert ckpt.log(state, number) == (number < 5)
             if number == 3:
+                ckpt._log.recorder.flush()
                 with penstock.Checkpointer(tmp_path) as other:
                     assert other.compact([1]).steps == other.compact(everything=True).steps == ()
                     assert "step 1 is not compacted: steps are logged after it" in caplog.text
