@@ -17,8 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.core.format.records import parse_commit_name
-from penstock.core.replicas.holdings import Epoch
+from penstock.core.replicas.holdings import Epoch, is_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,8 +62,7 @@ class EpochProposal:
         One lock covers the listing of the root, the deletions, and the write of the epoch. Else a
         record whose copy from another host arrives in between would count again.
         """
-        own = {name for name in root.files if parse_commit_name(name) is not None}
-        return sorted(own.difference(self.records))
+        return sorted(set(filter(is_record, root.files)).difference(self.records))
 
 
 def propose_epoch(

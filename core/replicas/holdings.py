@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.format.records import parse_commit_name
+from penstock.core.format.records import COMMIT_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,6 +49,11 @@ class HostRoot:
     files: Mapping[str, int]
 
 
+def is_record(name: str) -> bool:
+    """Return whether a file is a commit record, which counts only in the highest epoch."""
+    return name.startswith(COMMIT_PREFIX)
+
+
 class Holdings:
     """The files of all hosts that answered.
 
@@ -66,7 +71,7 @@ class Holdings:
         self._sizes: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for host, root in self.roots.items():
             for name, size in root.files.items():
-                if host in self.counting or parse_commit_name(name) is None:
+                if host in self.counting or not is_record(name):
                     self._sizes[name][host] = size
 
     @property
@@ -81,7 +86,7 @@ class Holdings:
 
     def records(self) -> list[str]:
         """Return the names of the commit records that count, ascending."""
-        return sorted(name for name in self._sizes if parse_commit_name(name) is not None)
+        return sorted(filter(is_record, self._sizes))
 
     def holders(self, name: str, size_bytes: int) -> set[str]:
         """Return the hosts that have a file in its full length, and where it counts."""
@@ -97,19 +102,13 @@ class Holdings:
         return [n for n, size in files.items() if not groups.is_safe(self.holders(n, size))]
 
     def pulls(self, files: Mapping[str, int], groups: HostGroups) -> dict[str, list[str]]:
-        """Return the files that each host must copy, with the commit record last.
+        """Return the files that each host must copy; hosts without any are left out.
 
-        The commit record goes to every host where records count, since any of them may be the only
-        one of the next job. After a job has started on other hosts, these pulls also restore the
-        copies that were lost. Hosts without pulls are left out.
+        The same for a new checkpoint, and after a job has started on other hosts, for the copies
+        that were lost. A host outside the highest epoch joins it before it copies a commit record.
         """
         pulls: defaultdict[str, list[str]] = defaultdict(list)
-        for name in sorted(files, key=lambda name: parse_commit_name(name) is not None):
-            holders = self.holders(name, files[name])
-            if parse_commit_name(name) is None:
-                receivers = groups.receivers(holders)
-            else:
-                receivers = sorted(self.counting - holders) if holders else []
-            for host in receivers:
+        for name, size in files.items():
+            for host in groups.receivers(self.holders(name, size)):
                 pulls[host].append(name)
         return dict(pulls)

@@ -7,8 +7,9 @@ data is lost only if 1 + copies neighbors of one group are lost together.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `cached_property`
 class HostGroups:
     """The hosts of a job in groups, each of which is a ring.
 
@@ -34,7 +35,7 @@ class HostGroups:
         Only then does the file survive any loss of fewer than `size` hosts in every group: two
         holders in two groups may be lost together.
         """
-        return any(len(holders.intersection(group)) >= self.size for group in self.groups)
+        return len(holders) >= self.size and self._most_holders(holders)[1] >= self.size
 
     def receivers(self, holders: AbstractSet[str]) -> list[str]:
         """Return the hosts that must get a copy of a file; empty if the file is safe.
@@ -43,16 +44,26 @@ class HostGroups:
         a new file is its only holder, so its next neighbors receive the file. Hosts that ask at
         different times may choose different neighbors, which costs a superfluous copy at worst.
         """
-        if self.is_safe(holders):
+        group, count = self._most_holders(holders)
+        if not 0 < count < self.size:
             return []
-        group = max(self.groups, key=lambda group: len(holders.intersection(group)))
         windows = [
             [group[(start + i) % len(group)] for i in range(self.size)]
             for start, host in enumerate(group)
             if host in holders
         ]
-        best = max(windows, key=lambda window: len(holders.intersection(window)), default=[])
-        return [host for host in best if host not in holders]
+        best = max(windows, key=lambda window: len(holders.intersection(window)))
+        return [host for host in best if host not in holders][: self.size - count]
+
+    def _most_holders(self, holders: AbstractSet[str]) -> tuple[tuple[str, ...], int]:
+        """Return the first group with the most holders, and their number."""
+        counts = Counter(self._numbers[host] for host in holders if host in self._numbers)
+        number = min(counts, key=lambda number: (-counts[number], number), default=0)
+        return self.groups[number], counts[number]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {host: number for number, group in enumerate(self.groups) for host in group}
 
 
 def group_hosts(domains: Mapping[str, str], copies: int) -> HostGroups:

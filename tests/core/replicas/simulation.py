@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.format import records
 from penstock.core.replicas.epochs import propose_epoch
-from penstock.core.replicas.holdings import Epoch, Holdings, HostRoot
+from penstock.core.replicas.holdings import Epoch, Holdings, HostRoot, is_record
 from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
 
@@ -79,13 +79,13 @@ class Promise:
 class World:
     """All hosts, the durable tier, the jobs one after another, and the clock."""
 
-    def __init__(self, seed, most_hosts=12):
+    def __init__(self, seed, hosts=None):
         self.random = random.Random(seed)
         self.now = 0.0
         self._heap, self._numbers = [], itertools.count()
         self.copies = self.random.choice([1, 1, 1, 2, 3])
         self.roots = {}
-        self.size = self.random.choice([2, 2, 3, 4, 5, self.random.randint(2, most_hosts)])
+        self.size = hosts or self.random.choice([2, 2, 3, 4, 5, self.random.randint(2, 12)])
         self.cut = set()  # hosts, and pairs of hosts, that cannot reach each other
         self.durable = {}  # key -> uid
         self.drains = self.random.random() < 0.3
@@ -93,9 +93,10 @@ class World:
         self.promises = {}
         self.dead = set()  # uids that must not count any more
         self.settled = Epoch()
+        self.deletion = None  # what `settled` deleted stays deleted while this promise holds
         self.job = None
         self.counts = Counter()
-        self.zombies = {}
+        self.suspended_s = 0.0
         self.racks = self.random.choice([None, None, 2, 3])
 
     # -- the clock
@@ -106,7 +107,7 @@ class World:
     def _push(self, delay_s, what):
         heapq.heappush(self._heap, (self.now + delay_s, next(self._numbers), what))
 
-    def run(self, until_s=150.0):
+    def run(self, until_s=100.0):
         self.spawn(self._operator())
         self.spawn(self._faults())
         while self._heap:
@@ -165,7 +166,7 @@ class World:
 
     def _faults(self):
         kinds = ["kill", "lose", "lose", "pair", "many", "cut", "cut pair", "slow", "full"]
-        kinds += ["suspend", "suspend"]
+        kinds += ["suspend", "suspend", "short"]
         pace_s = self.random.choice([4.0, 10.0, 25.0])
         while True:
             yield self.random.expovariate(1 / pace_s)
@@ -184,6 +185,8 @@ class World:
             self.job.kill()
         elif kind in {"lose", "pair", "many"}:
             self._lose({"lose": [host], "pair": pair, "many": many}[kind])
+        elif kind == "short":
+            self._shorten(host)
         elif kind in {"cut", "cut pair"}:
             key = host if kind == "cut" else frozenset(pair)
             self.cut.add(key)
@@ -196,6 +199,16 @@ class World:
             self.spawn(self._later(length_s, lambda root=self.roots[host]: setattr(root, "room", room)))
         else:
             self.roots[host].until_s = self.now + length_s
+            self.suspended_s = max(self.suspended_s, self.now + length_s)
+
+    def _shorten(self, host):
+        """Cut a file, as after a power cut, which counts as the loss of the host."""
+        files = self.roots[host].files
+        if names := sorted(name for name in files if not is_record(name)):
+            name = self.random.choice(names)
+            files[name] = (files[name][0] - 1, files[name][1])
+            for promise in self.promises.values():
+                promise.lost.add(host)
 
     @staticmethod
     def _later(delay_s, act):
@@ -205,7 +218,7 @@ class World:
     def _lose(self, hosts):
         for host in hosts:
             self.roots[host] = Root(host)
-            for promise in self.promises.values():
+            for promise in self.all_promises():
                 promise.lost.add(host)
         self.job.kill()
 
@@ -216,6 +229,9 @@ class World:
         return not (suspended or {one, other, frozenset([one, other])} & self.cut)
 
     # -- what must hold
+
+    def all_promises(self):
+        return [*self.promises.values(), *([self.deletion] if self.deletion else [])]
 
     def newest_promise(self):
         return max(self.promises.values(), key=lambda p: p.key, default=None)
@@ -234,25 +250,31 @@ class World:
         """Check what a job would find on the hosts of `view`, or on any of those that are left."""
         if view is None:
             names = set(self.roots)
-            for host in self.random.sample(sorted(names), self.random.randint(0, len(names) - 1)):
+            most = self.random.randint(0, min(len(names) - 1, 20))
+            for host in self.random.sample(sorted(names), most):
                 promise = self.newest_promise()
-                absent = set(self.roots) - names | {host}
-                if promise is None or promise.holds(absent) or self.random.random() < 0.02:
+                gone = set(self.roots) - names | {host}
+                if promise is None or promise.holds(gone) or self.random.random() < 0.02:
                     names.discard(host)
             view = Holdings(self.roots[name].listed() for name in sorted(names))
         self.counts["checks"] += 1
         named, whole = self.checkpoints(view)
-        if view.epoch >= self.settled:
+        absent = set(self.roots) - set(view.roots)
+        if view.epoch >= self.settled or (self.deletion and self.deletion.holds(absent)):
             if back := self.dead.intersection(named.values()):
                 raise BrokenPromiseError(f"came back: {back}")
         for uid in whole.values():
             for name, size in self.files[uid].items():
+                held = {h: self.roots[h].files.get(name) for h in view.roots}
+                owners = {h: entry[1] for h, entry in held.items() if entry and entry[0] == size}
+                if not owners:
+                    raise BrokenPromiseError(f"{name} is nowhere, but its checkpoint counts")
                 for host in view.holders(name, size):
-                    owner = self.roots[host].files[name][1]
+                    owner = owners.get(host)
                     if owner != (records.data_uid(name) or uid):
                         raise BrokenPromiseError(f"{name} at {host} is of {owner}")
         promise = self.newest_promise()
-        if promise is not None and promise.holds(set(self.roots) - set(view.roots)):
+        if promise is not None and promise.holds(absent):
             best = max([*whole, *self.durable], default=None)
             if best is None or best < promise.key:
                 msg = f"{promise} is given up; {best} is left of {named}, in {sorted(view.roots)}"
@@ -270,20 +292,20 @@ class World:
         if (uid == promise.uid or name in self.files[promise.uid]):
             raise BrokenPromiseError(f"{name} of the newest replicated checkpoint is deleted")
 
-    def settle(self, proposal):
+    def settle(self, proposal, groups):
         """Note that only these records count, on the hosts that have joined."""
         self.settled = proposal.epoch
+        self.deletion = Promise((), "", groups)
         joined = {h for h, root in self.roots.items() if root.epoch == proposal.epoch}
         files = self.roots[min(joined)].files
         self.dead = set(self.files) - {files[n][1] for n in proposal.records if n in files}
-        self.leave_out(joined)
         for key, promise in list(self.promises.items()):
             if promise.uid in self.dead and self.durable.get(key) != promise.uid:
                 del self.promises[key]
 
     def leave_out(self, hosts):
         """Note that the other hosts do not count any more, whatever they have."""
-        for promise in self.promises.values():
+        for promise in self.all_promises():
             promise.lost |= {h for g in promise.groups.groups for h in g} - hosts
 
 
@@ -326,14 +348,24 @@ class Job:
         root = self.world.roots[host]
         self.world.spawn(task, root, lambda: self.lingers_on(root))
 
-    def view(self, host, *, fresh=True):
-        """What a host sees of all hosts of the job."""
-        made_s, view = self.views.get(host, (-1e9, None))
-        if fresh or self.world.now - made_s > self.stale_s:
-            reached = [h for h in self.hosts if self.world.reaches(host, h)]
+    def view(self, host, stale_s=0.0):
+        """What a host sees of all hosts of the job, maybe some time ago."""
+        reached = tuple(self.hosts)
+        if self.world.cut or self.world.now < self.world.suspended_s:
+            reached = tuple(h for h in self.hosts if self.world.reaches(host, h))
+        made_s, view, _ = self.views.get(reached, (-1e9, None, None))
+        if self.world.now - made_s > stale_s:
             view = Holdings(self.world.roots[h].listed() for h in reached)
-            self.views[host] = (self.world.now, view)
+            self.views[reached] = (self.world.now, view, {})
         return view
+
+    def pulls(self, host, uid):
+        """What a host has to copy of a checkpoint, as it sees it."""
+        view = self.view(host, self.stale_s)
+        known = self.views[tuple(view.roots)][2]
+        if uid not in known:
+            known[uid] = view.pulls(self.world.files[uid], self.groups)
+        return known[uid].get(host, ())
 
     def train(self):
         world = self.world
@@ -344,7 +376,7 @@ class Job:
         if view.epoch < world.settled:
             # No host of the newest epoch is here: this job continues an earlier one, and the next
             # epoch is the newest.
-            world.settled = NEVER
+            world.settled, world.deletion = NEVER, None
         safe = {key for key, uid in whole.items() if self.is_safe(view, key, uid)}
         for key in safe:
             self.promise(key, whole[key])
@@ -387,7 +419,7 @@ class Job:
         if lead.epoch != proposal.epoch:
             return False
         self.epoch = proposal.epoch
-        world.leave_out(proposal.members)
+        world.leave_out(set(self.hosts))
         for host in sorted(proposal.members - {self.lead}):
             self.at(host, self.join(host, proposal))
         end_s = world.now + WAIT_S
@@ -400,7 +432,7 @@ class Job:
         if not self.groups.is_safe(joined):
             world.counts["unconfirmed"] += 1
             return False
-        world.settle(proposal)
+        world.settle(proposal, self.groups)
         return True
 
     def join(self, host, proposal):
@@ -415,7 +447,8 @@ class Job:
             return
         for name in proposal.deleted(root.listed()):  # under the lock of the host
             root.delete(name)
-            if self.random.random() < 0.03:  # killed
+            if self.random.random() < 0.03:
+                self.kill()
                 return
         root.epoch, root.members = proposal.epoch, proposal.members
 
@@ -522,14 +555,14 @@ class Job:
         for _ in range(20):
             if self.replication.target != target:
                 return
-            names = self.view(host, fresh=False).pulls(files, self.groups).get(host, ())
+            names = self.pulls(host, uid)
             if not names:
                 yield self.world.some_s(2.0)
             for name in names:
-                epoch, is_record = root.epoch, records.parse_commit_name(name) is not None
-                entry = self.read(host, name, files[name], {epoch} if is_record else None)
+                epoch = root.epoch
+                entry = self.read(host, name, files[name], {epoch} if is_record(name) else None)
                 yield self.world.some_s(0.5)
-                if entry is None or (is_record and root.epoch != epoch):
+                if entry is None or (is_record(name) and root.epoch != epoch):
                     continue
                 if entry[0] > root.room:
                     self.failed.add(uid)
@@ -613,12 +646,12 @@ class Job:
             self.world.counts["pruned"] += 1
 
 
-def explore(seeds, **how):
+def explore(seeds):
     """Run one world per seed; return how often what happened."""
     counts = Counter()
     for seed in seeds:
         try:
-            counts += World(seed, **how).run().counts
+            counts += World(seed).run().counts
         except BrokenPromiseError as error:
             raise BrokenPromiseError(f"seed {seed}: {error}") from error
     return counts
