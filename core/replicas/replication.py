@@ -73,9 +73,7 @@ class Replication:
         kept = {newest_safe, self.target, max(self._old | self._new, default=None)} | self._old
         skipped = self._new - kept
         return sorted(
-            key
-            for key in keys
-            if key in skipped or (newest_safe is not None and key < newest_safe)
+            key for key in keys if key in skipped or (newest_safe is not None and key < newest_safe)
         )
 
     def _choose(self) -> None:

@@ -40,7 +40,7 @@ class Root:
     """The memory of a host: it outlives jobs."""
 
     name: str
-    epoch: Epoch = Epoch()
+    epoch: Epoch = field(default_factory=Epoch)
     members: frozenset = frozenset()
     files: dict = field(default_factory=dict)  # name -> (bytes, uid of the save that wrote it)
     room: float = float("inf")
@@ -193,10 +193,14 @@ class World:
             self.spawn(self._later(length_s, lambda: self.cut.discard(key)))
         elif kind == "slow":
             self.roots[host].slow = 10.0
-            self.spawn(self._later(length_s, lambda root=self.roots[host]: setattr(root, "slow", 1.0)))
+            self.spawn(
+                self._later(length_s, lambda root=self.roots[host]: setattr(root, "slow", 1.0))
+            )
         elif kind == "full":
             room, self.roots[host].room = self.roots[host].room, 20.0
-            self.spawn(self._later(length_s, lambda root=self.roots[host]: setattr(root, "room", room)))
+            self.spawn(
+                self._later(length_s, lambda root=self.roots[host]: setattr(root, "room", room))
+            )
         else:
             self.roots[host].until_s = self.now + length_s
             self.suspended_s = max(self.suspended_s, self.now + length_s)
@@ -260,9 +264,9 @@ class World:
         self.counts["checks"] += 1
         named, whole = self.checkpoints(view)
         absent = set(self.roots) - set(view.roots)
-        if view.epoch >= self.settled or (self.deletion and self.deletion.holds(absent)):
-            if back := self.dead.intersection(named.values()):
-                raise BrokenPromiseError(f"came back: {back}")
+        is_newest = view.epoch >= self.settled or (self.deletion and self.deletion.holds(absent))
+        if is_newest and (back := self.dead.intersection(named.values())):
+            raise BrokenPromiseError(f"came back: {back}")
         for uid in whole.values():
             for name, size in self.files[uid].items():
                 held = {h: self.roots[h].files.get(name) for h in view.roots}
@@ -289,7 +293,7 @@ class World:
             return
         if max(self.durable, default=promise.key) > promise.key:
             return
-        if (uid == promise.uid or name in self.files[promise.uid]):
+        if uid == promise.uid or name in self.files[promise.uid]:
             raise BrokenPromiseError(f"{name} of the newest replicated checkpoint is deleted")
 
     def settle(self, proposal, groups):
@@ -326,7 +330,7 @@ class Job:
         self.dead_s = float("inf")
         self.lingers = self.random.random() < 0.2
         self.keep_last = self.random.choice([1, 1, 2, 4])
-        self.stale_s = self.random.choice([0.0, 0.5, 2.0])
+        self.stale_s = max(self.random.choice([0.0, 0.5, 2.0]), len(hosts) / 100)
         self.views = {}
         self.failed = set()
 
@@ -389,11 +393,11 @@ class Job:
         while True:
             yield world.some_s(pace_s)
             view = self.view(self.lead)
-            if self.epoch is None or view.counting < set(view.roots):
-                # All hosts have to answer the first proposal of a job: none of their records is
-                # given up for a moment's silence.
-                if self.epoch is not None or set(view.roots) == set(self.hosts):
-                    yield from self.propose()
+            # All hosts have to answer the first proposal of a job: none of their records is given
+            # up because one did not answer for a moment.
+            may_propose = self.epoch is not None or set(view.roots) == set(self.hosts)
+            if may_propose and (self.epoch is None or view.counting < set(view.roots)):
+                yield from self.propose()
             if self.epoch is not None:
                 yield from self.random.choices(acts, weights)[0]()
             if self.random.random() < 0.1:
@@ -425,7 +429,9 @@ class Job:
         end_s = world.now + WAIT_S
         while True:
             yield 0.2
-            joined = {h for h, root in self.view(self.lead).roots.items() if root.epoch == self.epoch}
+            joined = {
+                h for h, root in self.view(self.lead).roots.items() if root.epoch == self.epoch
+            }
             if joined == proposal.members or world.now > end_s:
                 break
         world.counts["proposed"] += 1
@@ -615,11 +621,10 @@ class Job:
             self.uids.pop(key, None)
         if not (yield from self.propose([records.commit_name(*key) for key in uids])):
             return False
-        needed = self.needed()
+        needed, gone = self.needed(), set(uids.values())
         for host in self.hosts:
             yield world.some_s(0.05)
             if world.reaches(self.lead, host):
-                gone = set(uids.values())
                 self.sweep(host, lambda n: records.data_uid(n) in gone and n not in needed)
         world.counts["deleted"] += len(uids)
         return True

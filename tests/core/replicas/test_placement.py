@@ -63,7 +63,7 @@ def test_sixteen_hosts_survive_two_losses_as_gemini_says():
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 def test_losses_of_as_many_hosts_as_hold_a_file_survive_as_the_formula_says(copies):
-    """The formula for m lost hosts: all sets but one per group, or one per host of a larger ring."""
+    """Of m hosts: all sets but one per group, or one per host of a larger ring."""
     size = 1 + copies
     for count in SIZES:
         groups = group_hosts(named(count), copies)

@@ -25,7 +25,7 @@ def test_no_promise_breaks_in_many_worlds_of_hosts(chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_promise_breaks_with_many_hosts(seed):
-    counts = World(seed, hosts=(100, 300, 1000)[seed]).run(40.0).counts
+    counts = World(seed, hosts=(100, 300, 1000)[seed]).run(30.0).counts
     assert counts["committed"]
 
 
