@@ -52,7 +52,7 @@ class HostGroups:
             for start, host in enumerate(group)
             if host in holders
         ]
-        best = max(windows, key=lambda window: len(holders.intersection(window)))
+        best = max(windows, key=lambda window: len(holders & set(window)))
         return [host for host in best if host not in holders][: self.size - count]
 
     def _most_holders(self, holders: AbstractSet[str]) -> tuple[tuple[str, ...], int]:
