@@ -4,7 +4,8 @@ A deletion of one host after another would not hold: a host that did not answer,
 record from the next one meanwhile, would bring it back. So rank 0 proposes a higher epoch with the
 records that remain. Its own host joins first, and from then on only records in roots of the new
 epoch count. Each host that joins makes its records equal to the proposal's before it writes the
-epoch into its root. A host that does not answer keeps the earlier epoch, and may join a later one.
+epoch into its root, in this order: `is_late`, `resets`, `copied`, `is_late` again, `deleted`. A host
+that does not answer keeps the earlier epoch, and may join a later one.
 
 A job proposes its first epoch before its first commit, once all its hosts have answered. It
 publishes commit records only in a root that has its epoch. A host copies a commit record only from
@@ -47,6 +48,13 @@ class EpochProposal:
         Only `epoch` in the root confirms the proposal.
         """
         return root.epoch >= self.epoch
+
+    def resets(self, root: HostRoot) -> bool:
+        """Return whether a host must first write `Epoch()` into its root.
+
+        Else a host of an earlier epoch that is killed halfway has records of two epochs.
+        """
+        return root.epoch not in {self.before, Epoch()}
 
     def copied(self, root: HostRoot) -> list[str]:
         """Return the records that a host must copy, before it deletes any.

@@ -105,10 +105,11 @@ class Holdings:
         """Return the files that each host must copy; hosts without any are left out.
 
         The same for a new checkpoint, and after a job has started on other hosts, for the copies
-        that were lost. A host outside the highest epoch joins it before it copies a commit record.
+        that were lost. A host outside the highest epoch must join it before it copies a record.
         """
         pulls: defaultdict[str, list[str]] = defaultdict(list)
         for name, size in files.items():
             for host in groups.receivers(self.holders(name, size)):
-                pulls[host].append(name)
+                if host in self.counting or not is_record(name):
+                    pulls[host].append(name)
         return dict(pulls)

@@ -443,6 +443,8 @@ class Job:
 
     def join(self, host, proposal):
         world, root = self.world, self.world.roots[host]
+        if not proposal.is_late(root.listed()) and proposal.resets(root.listed()):
+            root.epoch, root.members = Epoch(), frozenset()
         for name in proposal.copied(root.listed()):
             entry = self.read(host, name, RECORD_BYTES, {proposal.before, proposal.epoch})
             yield world.some_s(0.3)

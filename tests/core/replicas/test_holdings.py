@@ -35,6 +35,7 @@ def test_records_of_an_earlier_epoch_do_not_count_but_its_blobs_do():
     holdings = Holdings([root("a", {RECORD: 100}), root("b", FILES, OLD)])
     assert holdings.holders(RECORD, 100) == holdings.counting == {"a"}
     assert holdings.missing(FILES) == []
+    assert holdings.pulls(FILES, PAIR) == {"a": [BLOB, PART]}  # "b" first joins the epoch
     holdings = Holdings([root("a", {}), root("b", FILES, OLD)])
     assert holdings.records() == []
     assert holdings.missing(FILES) == [RECORD]
@@ -62,6 +63,7 @@ def test_a_host_joins_with_exactly_the_records_that_count():
     proposal = propose_epoch(Holdings(hosts.values()), job="x", now_s=0.0, without=[other])
     assert proposal.members == {"a", "b", "c"}
     assert (proposal.records, proposal.before) == ((RECORD,), NEW)
+    assert [host for host, r in hosts.items() if proposal.resets(r)] == ["b"]
     assert {h: (proposal.copied(r), proposal.deleted(r)) for h, r in hosts.items()} == {
         "a": ([], [other]),
         "b": ([RECORD], [other]),  # its record of that name may be of another checkpoint
