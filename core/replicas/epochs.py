@@ -4,13 +4,13 @@ A deletion of one host after another would not hold: a host that did not answer,
 record from the next one meanwhile, would bring it back. So rank 0 proposes a higher epoch with the
 records that remain. Its own host joins first, and from then on only records in roots of the new
 epoch count. Each host that joins makes its records equal to the proposal's before it writes the
-epoch into its root, in this order: `is_late`, `resets`, `copied`, `is_late` again, `deleted`. A host
-that does not answer keeps the earlier epoch, and may join a later one.
+epoch into its root, in this order: `is_late`, `resets`, `copied`, `is_late` again, `deleted`. A
+host that does not answer keeps the earlier epoch, and may join a later one.
 
 A job proposes its first epoch before its first commit, once all its hosts have answered. It
 publishes commit records only in a root that has its epoch. A host copies a commit record only from
-a root of its own epoch, and publishes it only if its epoch is still the same; one lock in each host
-covers the check and the publish.
+a root of its own epoch, and publishes it only if its epoch is still the same; one lock in each
+host covers the check and the publish.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class EpochProposal:
         """
         return root.epoch >= self.epoch
 
-    def resets(self, root: HostRoot) -> bool:
-        """Return whether a host must first write `Epoch()` into its root.
+    def resets(self, root: HostRoot) -> Epoch:
+        """Return the epoch that a host writes into its root before it changes a record.
 
-        Else a host of an earlier epoch that is killed halfway has records of two epochs.
+        A host of an earlier epoch must not count with the others of it: if it is killed halfway, it
+        has records of two epochs. But it must count more than hosts of still earlier epochs.
         """
-        return root.epoch not in {self.before, Epoch()}
+        return root.epoch if root.epoch == self.before else Epoch(root.epoch.number)
 
     def copied(self, root: HostRoot) -> list[str]:
         """Return the records that a host must copy, before it deletes any.

@@ -443,8 +443,9 @@ class Job:
 
     def join(self, host, proposal):
         world, root = self.world, self.world.roots[host]
-        if not proposal.is_late(root.listed()) and proposal.resets(root.listed()):
-            root.epoch, root.members = Epoch(), frozenset()
+        if proposal.is_late(root.listed()):
+            return
+        root.epoch = proposal.resets(root.listed())
         for name in proposal.copied(root.listed()):
             entry = self.read(host, name, RECORD_BYTES, {proposal.before, proposal.epoch})
             yield world.some_s(0.3)

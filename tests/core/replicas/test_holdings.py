@@ -63,7 +63,9 @@ def test_a_host_joins_with_exactly_the_records_that_count():
     proposal = propose_epoch(Holdings(hosts.values()), job="x", now_s=0.0, without=[other])
     assert proposal.members == {"a", "b", "c"}
     assert (proposal.records, proposal.before) == ((RECORD,), NEW)
-    assert [host for host, r in hosts.items() if proposal.resets(r)] == ["b"]
+    resets = {host: proposal.resets(r) for host, r in hosts.items()}
+    assert resets == {"a": NEW, "b": Epoch(OLD.number), "c": NEW}
+    assert Epoch() < resets["b"] < OLD
     assert {h: (proposal.copied(r), proposal.deleted(r)) for h, r in hosts.items()} == {
         "a": ([], [other]),
         "b": ([RECORD], [other]),  # its record of that name may be of another checkpoint
