@@ -196,16 +196,16 @@ def log_verdict(run):
     fewer = math.ceil(of["raw"] / of["log"])
     text = f"""
         An entry has {of["log"]:.1f} bytes per parameter with AdamW in fp32, {bf16["log"]:.1f} in
-        bf16 with clipped gradients. With a full save every 10 steps a log writes
+        bf16 with clipped gradients. With a full save every 10 steps, a run with a log writes
         {tenth:.1f} bytes per parameter and step. Saving every step writes {raw:.0f}, with
         `floatsplit` {split:.1f}, as deltas {deltas:.1f}. So a log pays if a crash may cost one
         step at most. If it may cost {fewer} steps or more, lazy full saves write less and are
         simpler. `log` takes {100 * trained["log, share"]:.1f} % of a step of
         {1000 * trained["step, s"]:.0f} ms, a lazy save {100 * trained["lazy, share"]:.1f} %. On two
-        cores a training with a log at every step takes {trained["log, wall"]:.2f} times as long,
-        with a lazy save at every step {trained["lazy, wall"]:.2f} times. Replaying an entry takes
-        as long as {foreach["cold entry, steps"]:.2f} steps, which the picture includes; with
-        {twice} entr{"y" if twice == 1 else "ies"} a restore takes twice as long
+        cores, training with a log at every step takes {trained["log, wall"]:.2f} times as long as
+        without, with a lazy save at every step {trained["lazy, wall"]:.2f} times. Replaying an
+        entry takes as long as {foreach["cold entry, steps"]:.2f} steps, which the picture includes;
+        with {twice} entr{"y" if twice == 1 else "ies"} a restore takes twice as long
         (`benchmarks/log.py`).
     """
     return textwrap.fill(" ".join(text.split()), 100, break_long_words=False)

@@ -156,9 +156,10 @@ def _parts(frame: memoryview, count: int) -> tuple[Words, Words, NDArray[np.uint
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Words, Words]:
-    """Return two tables: mantissa's top bits to logarithm, and logarithm's cell to mantissa.
+    """Return two tables: the logarithm of a mantissa by its top bits, and the mantissa by cell.
 
-    Entries have 23 bits. Each is exact for the middle of the numbers that share it.
+    Entries have 23 bits. Each is computed for the middle of the inputs that share it. A logarithm
+    is always the middle of its cell.
     """
     one = 1 << _PRECISION
     root = 2 * one

@@ -97,8 +97,8 @@ class Checkpointer:
                 their global ranks; default: the default group, if it is initialized.
             name: The name under which the ranks of the job meet, the same on every rank. Unnamed
                 checkpointers are matched by order of first use: if one rank skips a checkpointer,
-                or fails before its first use, all its later ones are matched wrongly. Two open
-                checkpointers of a process cannot have the same name.
+                or fails before its first use, all later checkpointers of that rank are matched
+                wrongly. Two open checkpointers of a process cannot have the same name.
             options: Any field of `CheckpointerConfig` except `backend`.
 
         Raises:
@@ -129,7 +129,8 @@ class Checkpointer:
                 store.capabilities.exclusive_publish,
                 count,
             )
-        # A separate object that reader and saver hold, so a dropped checkpointer is freed at once.
+        # Reader and saver hold this separate object, not the checkpointer itself: such a cycle
+        # would keep a dropped checkpointer until the next garbage collection.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
         self._events = EventStream(on_event)
         self._drains: Drains | None = None
@@ -230,11 +231,12 @@ class Checkpointer:
 
         Args:
             state: The state tree, a dict.
-            step: The step. It must be above `latest()` unless `overwrite` is set.
+            step: The step. It must be above every saved step unless `overwrite` is set.
             mode: `"blocking"`, `"async"` or `"lazy"`; default: the checkpointer's mode.
             metadata: A JSON-like mapping with string keys, stored in the commit record. numpy and
                 torch scalars become plain numbers.
-            overwrite: Whether to replace a checkpoint of this step by a new generation.
+            overwrite: Whether to accept a step that is not above every saved step. A checkpoint of
+                the same step is replaced by a new generation.
             on_progress: Called with a `Progress` about ten times per second until the save ends, on
                 a separate thread that the save does not wait for. Its exceptions are logged, not
                 raised.
@@ -273,15 +275,15 @@ class Checkpointer:
         """Return whether to save now: `if ckpt.due(step): ckpt.save(state, step)`.
 
         Call it once per step, on all ranks. The option `schedule` sets the interval. With
-        `every="auto"` the first call returns True; then rank 0 decides by the time of a step and
-        of the newest save. All ranks save at the same steps, without collectives. A rank that is
-        ahead of rank 0 may wait for its decision.
+        `every="auto"` the first call returns True; later, rank 0 decides from the measured times
+        of steps and of the newest save. All ranks save at the same steps, without collectives. A
+        rank that is ahead of rank 0 may wait for its decision.
 
         Args:
             step: The step, ascending.
 
         Raises:
-            RankError: Rank 0 has not reached this step for `rank_timeout_s`.
+            RankError: Rank 0 did not reach this step within `rank_timeout_s`.
             CoordinationError: The store of the job cannot be reached.
             ConfigError: There are several ranks, and this one cannot find the others.
         """
@@ -349,9 +351,10 @@ class Checkpointer:
     def prepare(self, state: Mapping[str, Any], *, mode: str | None = None) -> None:
         """Allocate the memory for copies of `state` in the background, before the first save.
 
-        Copies into memory that the process has never written run at a tenth of the speed, so the
-        first background save would block training that much longer. `check`, and a `restore` of an
-        optimizer, also allocate it. Blocking saves copy nothing and need no preparation.
+        A copy into memory that the process has never written runs at a tenth of the usual speed,
+        so without preparation the first background save would block training for longer. `check`,
+        and a `restore` of an optimizer, also allocate this memory. Blocking saves copy nothing and
+        need no preparation.
 
         Args:
             state: As for `save`.
@@ -424,7 +427,8 @@ class Checkpointer:
                 an error, except that optimizer state takes the stored dtype.
             rename: A mapping from stored prefixes to prefixes of the template, or a function of
                 shown paths; see `Rename`.
-            on_damage: `"raise"`, or `"fallback"` to take the newest whole checkpoint instead.
+            on_damage: `"raise"`, or `"fallback"` to restore the newest older checkpoint that is
+                whole.
             on_progress: Called with a `Progress` about ten times per second, one call at a time.
                 The caller's thread calls it when a phase begins, and an engine thread while bytes
                 are read. Reading waits for it. Its exceptions are logged, not raised.
@@ -486,7 +490,7 @@ class Checkpointer:
         except CheckpointGoneError:
             raise  # there was one
         except CheckpointNotFoundError:
-            log.info("no checkpoint under %s: training begins", self._backend.url)
+            log.info("no checkpoint under %s: training starts from scratch", self._backend.url)
             return 0
 
     def load(
@@ -571,9 +575,9 @@ class Checkpointer:
         repair: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> VerifyReport:
-        """Read a checkpoint, compare all checksums and report all damage.
+        """Read a checkpoint and its log, compare all checksums and report all damage.
 
-        That includes the checkpoint's log. `open(step).verify()` leaves the log out.
+        `open(step).verify()` leaves the log out.
 
         Args:
             step: A step, or `"latest"`.
@@ -590,7 +594,7 @@ class Checkpointer:
         """
         self._check_open()
         if repair and not self._ranks.leads():
-            msg = "verify(repair=True) is for rank 0 alone: only one rank repairs"
+            msg = "only one rank may repair: call verify(repair=True) on rank 0 alone"
             raise ConfigError(msg)
         with self._log.noting(step):
             report = self._reader.verify(
@@ -604,8 +608,8 @@ class Checkpointer:
         """Add metadata to a committed checkpoint, such as a metric that is known only later.
 
         New values replace those of existing keys; `info(step).metadata` has all keys. If the save
-        of this step is in flight, the call waits for its commit. It is not a collective: any rank
-        may call it. Only rank 0 writes.
+        of this step is in flight, the call waits for its commit. Only a call on rank 0 writes; a
+        call on another rank only checks its arguments. Ranks need not call it together.
 
         Args:
             step: The step.
@@ -622,8 +626,8 @@ class Checkpointer:
     def pin(self, step: int, tag: str) -> None:
         """Tag a checkpoint, so that retention does not delete it.
 
-        `delete`, `rewind` and an overwrite still delete it. Any rank may call `pin`, as with
-        `annotate`.
+        `delete`, `rewind` and an overwrite still delete it. As with `annotate`, only a call on
+        rank 0 has an effect.
 
         Args:
             step: The step.
@@ -649,7 +653,11 @@ class Checkpointer:
         self._note(step, {}, {check_tag(tag): False})
 
     def delete(self, step: int) -> None:
-        """Delete one checkpoint: first its commit record, durably, then its data."""
+        """Delete one checkpoint: first its commit record, durably, then data that it alone needs.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
         self._check_open()
         number = valid_step(step)
         self._catalog.delete(number)
@@ -674,7 +682,7 @@ class Checkpointer:
         return gone
 
     def prune(self, *, dry_run: bool = False, everything: bool = False) -> PruneReport:
-        """Delete the data that no checkpoint and no save in flight can need.
+        """Delete data, older than the option `grace_s`, that no checkpoint and no save can need.
 
         Args:
             dry_run: Report the data that would be deleted, and delete nothing.
@@ -698,11 +706,11 @@ class Checkpointer:
         dry_run: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> CompactReport:
-        """Rewrite each checkpoint that borrows blobs as a new generation that borrows none.
+        """Rewrite checkpoints that borrow blobs as new generations that borrow none.
 
         Each keeps its step, objects, metadata and codecs, and restores to the same bits. Blobs that
-        no checkpoint borrows any more are freed. A crash at any moment leaves every step whole.
-        With tiers the compacted checkpoints are in the last tier.
+        no checkpoint borrows any more are deleted. A crash at any moment leaves every step whole.
+        With tiers, the compacted checkpoints are in the last tier.
 
         Args:
             steps: The steps to compact; steps that borrow nothing are skipped. Default: the steps
@@ -723,7 +731,7 @@ class Checkpointer:
         if chosen_steps is not None and everything:
             msg = "compact takes either steps or everything=True, not both"
             raise ConfigError(msg)
-        self.wait()  # two saves at once would take twice the memory
+        self.wait()  # compacting while a save is in flight would take twice the memory
         compactor = Compactor(
             self._backend.inner,
             self._catalog,
@@ -758,7 +766,7 @@ class Checkpointer:
             self._closed = True
             return  # a forked child: the threads and their resources belong to the parent
         self._saver.pending.check_may_wait()
-        self._closing = True  # no save can start from here on, and the pending one may end
+        self._closing = True  # no further save can start, but the pending one can end
         try:
             self._log.recorder.close()
             self._saver.pending.end()
@@ -821,7 +829,7 @@ class Checkpointer:
         if self._pid != os.getpid():
             msg = (
                 "a Checkpointer cannot be used in a forked child (its threads were not copied); "
-                "open another one there, or start processes by spawn"
+                "open another one there, or start processes with the method `spawn`"
             )
             raise SaverClosedError(msg)
 
@@ -854,7 +862,7 @@ def _warn_of_read_only(backend: TimeLimitedBackend) -> None:
     try:
         backend.check_writable()
     except StorageError as error:
-        log.warning("%s can only be read, every save will fail: %s", backend.url, error)
+        log.warning("%s can only be read, so every save will fail: %s", backend.url, error)
 
 
 def _close_late(store: Backend, job: SaveJob | None) -> None:
@@ -878,14 +886,16 @@ def _valid_steps(steps: object) -> list[int]:
 def _for_another_process(
     config: CheckpointerConfig, registry: Registry, backend: Backend
 ) -> str | dict[str, Any] | None:
-    """Return a configuration with which another process can open the tiers; None if none can."""
+    """Return a configuration with which another process can open the tiers; None without one."""
     # Another process does not have plugins that were registered in this process only.
     everywhere = registry is default_registry() and not registry.has_own
     spec = portable(config.backend) if everywhere else None
     if spec is None and any(tier.drain_in == "process" for tier in backend.tiers):
         log.warning(
-            "threads of the trainer copy from tier to tier, since there is no configuration from "
-            "which another process could open %s",
+            "%s: threads of this process copy between the tiers, although drain_in is "
+            '"process": another process could not open the tiers, since they were given as a '
+            "Backend instance, with options that JSON cannot hold, or with plugins registered "
+            "only here. To copy in a process, give a path, a URL or a table",
             backend.url,
         )
     return spec

@@ -1,8 +1,9 @@
 """Finds installed entry points and modules, except those of the working directory.
 
 With `-c`, `-m` or an interactive session, Python looks for modules in the working directory, even
-after the session changes it. A downloaded run could contain a distribution, or a module with the
-name of one of Penstock's dependencies. Its code would run in every process that reads the run.
+after the session changes it. If that directory is a downloaded run, it could contain a
+distribution, or a module with the name of one of Penstock's dependencies, and reading the run would
+execute its code.
 
 `penstock` imports this module at once, so it imports almost nothing that Python has not loaded yet.
 """
@@ -72,9 +73,10 @@ def _find_installed(
     """Find a module as Python's finder does; within `installed_only`, search only its folders.
 
     Changing `sys.path` instead would hide the user's modules from imports of other threads. A
-    finder before Python's could not keep Python's from searching the working directory. A
-    replacement would hide Python's from packages that look for it in `sys.meta_path`, to insert a
-    finder before it (typeguard, jaxtyping) or to replace it (importlib_metadata).
+    separate finder before Python's could not keep Python's finder from searching the working
+    directory. Replacing Python's finder would hide it from packages that look for it in
+    `sys.meta_path`, to insert a finder before it (typeguard, jaxtyping) or to replace it
+    (importlib_metadata).
     """
     spec: ModuleSpec | None
     spec = _find_spec(cls, fullname, _thread.search_path if path is None else path, target)
@@ -98,7 +100,10 @@ def _search_path() -> list[str]:
 
 
 def _folders_on_purpose() -> set[str]:
-    """Return the folders of PYTHONPATH, site-packages, .pth files, Penstock and the script."""
+    """Return the folders that belong on the path even if the session was started in one of them.
+
+    These are the folders of PYTHONPATH, site-packages, .pth files, Penstock and the script.
+    """
     named = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     known = {*site.getsitepackages(), site.getusersitepackages()}
     sites = [folder for folder in sys.path if folder in known and os.path.isdir(folder)]  # noqa: PTH112

@@ -84,9 +84,10 @@ class NotDrainedError(SaveError):
 
 
 class CommitUnknownError(SaveError):
-    """The store's reply to the publish was lost: the checkpoint may or may not exist.
+    """The checkpoint may or may not exist, or was published without all of its data.
 
-    None of its data is deleted; check `steps()` later.
+    Usually the store's reply to the publish was lost. None of the save's data is deleted; check
+    `steps()` later.
     """
 
 
@@ -171,7 +172,7 @@ class RestoreMismatchError(PenstockError):
 
 
 class RestoreError(PenstockError):
-    """A restore failed. If it had already changed selected objects, a note lists them."""
+    """A restore failed. If it had already changed selected objects, `__notes__` lists them."""
 
 
 # -- several ranks ------------------------------------------------------------------------------
@@ -199,9 +200,10 @@ class RankError(SaveError, RestoreError):
 
 
 class CoordinationError(SaveError, RestoreError):
-    """The store of the job cannot be reached; it may still have executed the request.
+    """The store through which a job's ranks agree cannot be reached.
 
-    Without torchrun the store runs in the process of rank 0, and ends with it.
+    It may still have executed the request. Without torchrun this store runs in the process of
+    rank 0, and ends with it.
     """
 
 

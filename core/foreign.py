@@ -54,8 +54,8 @@ def memory_permitting(name: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         msg = (
-            f"{name}: reading it takes more memory than this process can get. That does not mean "
-            "damage: read it on a machine with more, or read a part of it with include="
+            f"{name}: reading it takes more memory than this process can get. This does not mean "
+            "damage: read it on a machine with more memory, or read a part of it with include="
         )
         raise RestoreError(msg) from error
 

@@ -57,14 +57,18 @@ class PerRank:
         """Check `index`, `count` and `on_change`."""
         has_both = self.index is not None and self.count is not None
         if has_both and not 0 <= operator.index(self.index) < operator.index(self.count):  # type: ignore[arg-type]
-            msg = f"penstock.PerRank has index={self.index} of count={self.count}"
+            msg = (
+                f"penstock.PerRank has index={self.index} of count={self.count}: the index must be "
+                "at least 0 and below the count"
+            )
             raise UnsupportedStateError(msg)
         if not has_both and (self.index is not None or self.count is not None):
             msg = "penstock.PerRank takes index= and count= together, or neither"
             raise UnsupportedStateError(msg)
         if self.on_change not in {"error", "keep"} and not callable(self.on_change):
             msg = (
-                f"penstock.PerRank has on_change={self.on_change!r}: 'error', 'keep' or a function"
+                f"penstock.PerRank has on_change={self.on_change!r}: use 'error', 'keep' or a "
+                "function"
             )
             raise UnsupportedStateError(msg)
 
@@ -94,9 +98,9 @@ class Grads:
 class Shard:
     """A piece of a manually sharded tensor, which this rank holds as a separate tensor.
 
-    All ranks put a piece under the same path, and together hold each element of the whole tensor.
-    For several pieces on one rank, use `Shards`. The piece is a rectangle that starts at `offsets`,
-    or a range of the flattened tensor.
+    All ranks put a piece under the same path. Together, the pieces hold every element of the whole
+    tensor. For several pieces on one rank, use `Shards`. The piece is a rectangle that starts at
+    `offsets`, or a range of the flattened tensor.
 
     Attributes:
         tensor: The elements of the piece, row-major; a tensor or array.
@@ -169,7 +173,7 @@ class Shards:
     """Several pieces of one tensor that this rank holds, each as a separate tensor.
 
     Other ranks may put `Shards` or a `Shard` under the same path. All pieces of all ranks together
-    hold each element of the whole tensor.
+    hold every element of the whole tensor.
 
     Attributes:
         pieces: The pieces, at least one, in any order. All must have the same dtype, device, global
@@ -196,7 +200,10 @@ class Shards:
             traits = list(dict.fromkeys(map(of, pieces)))
             if len(traits) > 1:
                 first, second = traits[:2]
-                msg = f"penstock.Shards has pieces of {name} {first} and {second}: use one"
+                msg = (
+                    f"penstock.Shards has pieces of {name} {first} and {second}: all pieces must "
+                    f"have the same {name}"
+                )
                 raise UnsupportedStateError(msg)
         pair = _overlap(region for piece in pieces for region in piece.regions)
         if pair is not None:
@@ -256,14 +263,17 @@ class Leaves:
         """Check each path against `lengths`."""
         for path in self.items:
             if type(path) is not tuple or not {str, int}.issuperset(map(type, path)):
-                msg = f"penstock.Leaves has the path {path!r}: it takes tuples of keys and numbers"
+                msg = (
+                    f"penstock.Leaves has the path {path!r}: a path is a tuple of dict keys "
+                    "(strings) and list indices (integers)"
+                )
                 raise UnsupportedStateError(msg)
             for depth, key in enumerate(path):
                 if type(key) is int and not 0 <= key < self.lengths.get(path[:depth], 0):
                     msg = (
-                        f"penstock.Leaves has the path {path!r}, and lengths= of the list "
-                        f"{path[:depth]!r} is {self.lengths.get(path[:depth])}: give the length "
-                        "that it has with the leaves of all ranks"
+                        f"penstock.Leaves has the path {path!r}, but lengths= of the list "
+                        f"{path[:depth]!r} is {self.lengths.get(path[:depth])}: give the list's "
+                        "full length, with the leaves of all ranks"
                     )
                     raise UnsupportedStateError(msg)
 
@@ -284,7 +294,7 @@ class Streamed:
             are multiples of the element size. Any thread may call it. An exception fails the save.
 
     Raises:
-        UnsupportedStateError: `shape` is not a sequence of whole numbers of at least 0.
+        UnsupportedStateError: `shape` is not a sequence of non-negative integers.
     """
 
     dtype: str
@@ -292,7 +302,7 @@ class Streamed:
     read: Callable[[int, memoryview], object]
 
     def __post_init__(self) -> None:
-        """Convert `shape` to a tuple of integers of at least 0."""
+        """Convert `shape` to a tuple, and check that its integers are not negative."""
         try:
             shape = tuple(map(operator.index, self.shape))
         except TypeError:
@@ -317,7 +327,7 @@ def _check_rectangle(
     for d, (offset, size, whole) in enumerate(zip(offsets, sizes, shape, strict=True)):
         if not 0 <= offset <= offset + size <= whole:
             _refuse(
-                f"has elements {offset}:{offset + size} of dimension {d}, which has {whole}: "
+                f"has elements {offset}:{offset + size} of dimension {d}, whose size is {whole}: "
                 "offsets count elements of the whole tensor, from 0"
             )
 

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _Rescued: TypeAlias = tuple[tuple[str, str], ...]
 
-# Most blobs that a rank reports to rank 0, which repairs whole checkpoints.
+# Maximum blobs that a rank reports to rank 0. A few suffice: rank 0 repairs whole checkpoints.
 _MOST_REPORTED = 16
 
 
@@ -370,8 +370,8 @@ class Reader:
             raise RestoreError(msg) from error
         if record.uid != uid:
             msg = (
-                f"step {step} under {self._watched.url} is another checkpoint here than on rank "
-                "0: is the folder shared by all hosts, and does no other job save there? "
+                f"step {step} under {self._watched.url} is not the checkpoint that rank 0 sees: is "
+                "the folder shared by all hosts, or does another job save there? "
                 f"{SEVERAL_CHECKPOINTERS}"
             )
             raise RestoreError(msg)

@@ -23,7 +23,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - _KNOWN} more" if len(names) > _KNOWN else ""
-    return f"; known are {', '.join(names[:_KNOWN])}{more}"
+    return f"; known names: {', '.join(names[:_KNOWN])}{more}"
 
 
 LISTED = 8

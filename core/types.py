@@ -1,6 +1,6 @@
 """Frozen records and aliases that every layer shares.
 
-Imports only the standard library, `errors` and `limits`, and numpy for work of a second or more.
+Imports only the standard library, `errors` and `limits`; `collide` also imports numpy when needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ObjectPath: TypeAlias = tuple[str, ...]
 """The place of an object in the state tree, one string for each level."""
 
 PAGE_BYTES = 4096
-"""Alignment of raw frames in a blob, and the modulus of their phase."""
+"""Bytes of a page. A raw frame begins at its phase, its memory's address modulo this, in a page."""
 
 
 class Role(StrEnum):
@@ -217,6 +217,7 @@ class Capabilities:
             exits or crashes. False for data in memory of this process.
         prefers_huge_pages: With `direct_io`, whether core should read into huge pages and copy,
             because transfers to small pages are slow.
+        notes: Reasons why the backend lacks a capability, for `penstock doctor`.
     """
 
     direct_io: bool = False
@@ -243,7 +244,7 @@ class Capabilities:
             if type(value) is not int or value < 1 or value & (value - 1):
                 msg = (
                     f"Capabilities with {name}={value!r}: it must be a power of two, in bytes; use "
-                    "1 if any will do"
+                    "1 if any alignment works"
                 )
                 raise CapabilityError(msg)
         for name in ("preferred_io_bytes", "preferred_parallel"):

@@ -175,8 +175,9 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_deepspeed_enabled or getattr(plugin, "fsdp_version", 2) != 2:  # noqa: PLR2004
             msg = (
-                "a Trainer with DeepSpeed or FSDP1 is not saved: use FSDP2, with "
-                'fsdp_config={"version": 2}, or penstock.integrations.deepspeed for the engine'
+                "a Trainer with DeepSpeed or FSDP1 cannot be saved: use FSDP2, with "
+                'fsdp_config={"version": 2}, or save the DeepSpeed engine itself with '
+                "penstock.integrations.deepspeed"
             )
             raise ConfigError(msg)
         if self.args.push_to_hub and not (self.penstock_url and self.args.hub_strategy == "end"):

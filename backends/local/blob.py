@@ -220,7 +220,8 @@ class FileWriter(BlobWriter):
 class SpaceAhead:
     """Reserves space ahead of the writes, which is 1.3x faster on ext4 and gives fewer extents.
 
-    Never fails: if no space can be reserved, the write fails later and reports the reason.
+    Never fails: if space cannot be reserved, the writes go on without it. If the store is full, the
+    write itself reports that.
     """
 
     def __init__(self, window_bytes: int, size_hint: int | None) -> None:

@@ -54,11 +54,11 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
 
 
 class BlobWriter(ABC):
-    """Writes one blob for one save. Readers see the blob only after `seal`."""
+    """Writes one blob for one save. Readers see the blob only after `seal` (or `sync`)."""
 
     @abstractmethod
     def write(self, requests: Sequence[WriteRequest], /) -> None:
-        """Hand all bytes of `requests` to the store; they are durable only after `seal`.
+        """Hand all bytes of `requests` to the store; they are durable only after `seal` or `sync`.
 
         Core guarantees that offsets ascend within a batch and from each batch to the next one that
         it submits, that no two requests overlap, and that no two requests touch the same
@@ -142,8 +142,8 @@ class Backend(ABC):
 
         Args:
             config: An instance of `Config`.
-            open_backend: Opens the backend that a path, a URL or a table with `type` in `config`
-                names. The instance closes every backend that it has opened.
+            open_backend: Opens another backend, named in `config` by a path, a URL or a table with
+                `type`. The new instance must close every backend that it opened.
 
         Raises:
             StorageError: The root cannot be used; nothing stays open.
@@ -258,8 +258,8 @@ class Backend(ABC):
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Return a whole small record, never a mix of two versions.
 
-        The default calls `stat`, then `read`. A store overrides it with a single read if a record
-        of another length may be published between the two calls.
+        The default calls `stat`, then `read`. Override it with a single read if a record of another
+        length may be published between the two calls.
 
         Raises:
             FormatError: The record is larger than `limit_bytes`.
@@ -282,7 +282,7 @@ class Backend(ABC):
     def direct_io(self) -> bool:
         """The value of `capabilities.direct_io`, for callers that only read.
 
-        A backend overrides this if its other capabilities take requests to find out.
+        A backend overrides this if it has to send requests to find its other capabilities.
         """
         return self.capabilities.direct_io
 

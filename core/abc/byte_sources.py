@@ -44,7 +44,7 @@ class Lines(NamedTuple):
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
         step: Stride between line starts in bytes, except to the last; a multiple of the itemsize.
-        steps: The number of lines without the last.
+        steps: The number of lines before the last one.
     """
 
     width: int
@@ -108,8 +108,8 @@ class ByteSource(ABC):
         """Start copying the given lines of each source; the sources have this class and no view.
 
         The thread that described the sources calls this. Copies from a device run after all device
-        work that this thread has issued, and before its later work, so it may then change the
-        memory. This should not wait for a device, since `save` calls it.
+        work that this thread has issued, and before its later work, so the later work may change
+        the memory. The call should not wait for a device, since `save` waits for the call.
 
         Returns:
             A function that waits for the copies, on any thread, and returns the concatenated lines
@@ -165,7 +165,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return element 0's address now: 0 if freed or shrunk, None if it cannot move."""
+        """Return element 0's current address; 0 if freed or shrunk, None if it cannot move."""
         return None
 
     @classmethod

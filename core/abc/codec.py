@@ -1,4 +1,4 @@
-"""The contract of codecs, which encode chunks into independently decodable frames.
+"""The contract of codecs, which encode chunks into frames and decode them.
 
 Tested in `tests/codecs/test_conformance.py`.
 """
@@ -74,10 +74,11 @@ class CodecOutput:
 
 
 class Codec(ABC):
-    """Encodes chunks into independently decodable frames. Thread-safe; has no per-chunk state.
+    """Encodes each chunk into a frame, and decodes it. Thread-safe; has no per-chunk state.
 
-    `name` is the entry-point name. The manifest records `version`: `decode` gets frames of the
-    versions `oldest_readable` to `version`; core refuses all others before it reads any data.
+    A frame is decoded without other frames, but with its base if it has one. `name` is the
+    entry-point name. The manifest records `version`: `decode` gets frames of the versions
+    `oldest_readable` to `version`; core refuses all others before it reads any data.
     `config` round-trips through the manifest as JSON. A codec releases the GIL for anything longer
     than 1 ms, and never changes its input. With `lossless = False` the decoded bytes may differ
     from the input, but each decode returns the same bytes. Such a codec gets tensors only, no

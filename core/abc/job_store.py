@@ -1,4 +1,4 @@
-"""The contract of the store through which a job's ranks agree: post, read, decide once, wait.
+"""The contract of the store through which a job's ranks agree: it can post, read, decide and wait.
 
 Tested in `tests/core/ranks/test_coordination.py`.
 """
@@ -30,7 +30,7 @@ class Coordination(ABC):
     and only one rank posts it; core ensures that.
 
     **Threads.** Thread-safe. `wait` delays no other call of the same instance: one thread must be
-    able to post a beat while another waits.
+    able to post its rank's progress while another waits.
 
     **Time.** A call returns or raises within the implementation's call timeout (10 s by default),
     even if the store hangs. Only `wait` may take longer, by `timeout_s`.
@@ -45,7 +45,7 @@ class Coordination(ABC):
     the job may still read it, even a rank that slept for hours. Otherwise that rank could decide
     differently after the others have acted on the first decision.
 
-    Third-party implementations pass `penstock.testing.coordination`.
+    Third-party implementations must pass the checks of `penstock.testing.coordination`.
     """
 
     @property

@@ -162,8 +162,8 @@ class Placement:
     replaces: bool = False
     """Whether `finish` returns a different object from the live one (a read-only array's copy).
 
-    A tuple cannot hold the new object; core detects that before it writes any memory. Not set for
-    values.
+    A tuple of the template cannot take the new object, so core refuses that before it writes any
+    memory. Not set for values.
     """
     settle: list[Callable[[], object]] = field(default_factory=list)
     """Called after all `finish` of the whole restore, to set random state after the last draw."""
@@ -488,7 +488,10 @@ class StateProvider(ABC):
         return None
 
     def unsteady_memory(self, value: Any, /) -> Iterable[tuple[str, int]]:
-        """Return `(device, storage)` of memory that forward may change, so it is never deferred."""
+        """Return `(device, storage)` of memory that the forward pass may change.
+
+        Core never defers this memory.
+        """
         del value
         return ()
 

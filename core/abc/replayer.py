@@ -1,4 +1,4 @@
-"""The contract of replayers, which take the logged steps of optimizers again.
+"""The contract of replayers, which repeat the logged steps of optimizers.
 
 Tested in `tests/integration/log/test_replayers.py`.
 """
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 class Unit(Enum):
-    """The smallest part of an optimizer's parameters that steps alone, to the same bits."""
+    """The smallest part of the parameters whose step gives the same bits without the rest."""
 
     OPTIMIZER = "optimizer"
     """A step computes something over all parameters, such as a norm."""
 
     PARAMETER = "parameter"
-    """Each parameter steps alone, whole."""
+    """A step of one parameter depends on no other, but must have the whole parameter."""
 
     ELEMENT = "element"
-    """Each element steps alone, however a parameter is cut."""
+    """A step of one element depends on no other, so a parameter may be cut anywhere."""
 
 
 class Replayer(ABC):
-    """Takes the steps of one kind of optimizer again.
+    """Repeats the steps of one kind of optimizer.
 
-    The log holds the gradients that a step has used, and the options that the groups have after it.
-    The default methods suit an optimizer that depends on nothing else. A replayer has no state:
+    For each step, the log holds the gradients that it used, and the groups' options after it. The
+    default methods suit an optimizer whose step depends on nothing else. A replayer has no state:
     `step` and `engine` are also called on the log thread.
 
     Attributes:
         name: The name of the entry point.
-        version: Rises when the same inputs give other bits than before. Logs of another version are
-            not replayed.
+        version: Must rise when the same inputs give other bits than before. Logs of another version
+            are not replayed.
         api_version: The version of this contract that the class was written for.
     """
 
@@ -59,28 +59,28 @@ class Replayer(ABC):
         return ""
 
     def unit(self, optimizer: Any, /) -> Unit:
-        """Return which part of the parameters steps alone."""
+        """Return the smallest part of the parameters whose step does not depend on the rest."""
         del optimizer
         return Unit.OPTIMIZER
 
     def engine(self, optimizer: Any, /) -> Mapping[str, Any]:
         """Return facts, as plain JSON, that change the bits of a step, such as a package's version.
 
-        Class, torch version, devices and CPU instructions are known already.
+        Core adds the class, the torch version, the devices and the CPU instructions.
         """
         del optimizer
         return {}
 
     def capture_before(self, optimizer: Any, /) -> Mapping[str, Any]:
-        """Return what else a step depends on that it changes: a count, a state of random numbers.
+        """Return further inputs of a step that the step itself changes, such as a random state.
 
-        Called before each step, and before the optimizer's own hooks; else as `capture`.
+        Called before each step, and before the optimizer's own hooks. The rules of `capture` apply.
         """
         del optimizer
         return {}
 
     def capture(self, optimizer: Any, /) -> Mapping[str, Any]:
-        """Return what else the step that was just taken depends on: plain values, small tensors.
+        """Return further inputs of the step that was just taken, as plain values and small tensors.
 
         Tensors must be copies: the log reads them later, on another thread.
         """

@@ -77,7 +77,7 @@ def first_whole(tiers: Iterable[Tier], read: Callable[[Tier], T]) -> T | None:
     """Return the result of `read` for the first tier where it succeeds; None if it never does.
 
     A tiered backend fails over when a blob is missing. It cannot detect damage, since core verifies
-    checksums after the backend's call, so core fails over with this function.
+    checksums after the backend's call; after damage, core fails over with this function.
 
     Args:
         tiers: The tiers, in the order to try.
@@ -242,14 +242,14 @@ def _check_pair(
 ) -> None:
     if known[first].root == known[second].root:
         msg = (
-            f"{shown[first]} and {shown[second]} are one place, perhaps over the network, or one "
-            "is a copy of the other: data evicted from the faster one could be lost. Give each its "
-            f"own place, or delete {ROOT_NAME} in the copy."
+            f"{shown[first]} and {shown[second]} are one place, perhaps reached over the network, "
+            "or one is a copy of the other: data evicted from the faster one could be lost. Give "
+            f"each its own place, or delete {ROOT_NAME} in the copy."
         )
         raise ConfigError(msg)
     if known[first].run != known[second].run:
         msg = (
-            f"{shown[first]} and {shown[second]} belong to two runs. Nothing was changed. Give "
-            f"each run its own places. {_ACCEPT}"
+            f"{shown[first]} and {shown[second]} belong to different runs. Nothing was changed. "
+            f"Give each run its own places. {_ACCEPT}"
         )
         raise ConfigError(msg)

@@ -366,7 +366,8 @@ class Catalog:
         kept |= self._newest(readable, steps, count, self._is_whole)
         kept |= self._kept_for_tiers(readable, count)
         listed = NotesOfRun(places_of(self._backend))
-        # Any step may be the best. Otherwise each save skips the notes on steps that stay.
+        # With `keep_best`, any step may be the best, so all notes are read. Without it, each save
+        # skips the notes on steps that stay anyway.
         in_doubt = readable.keys() if rules.keep_best is not None else readable.keys() - kept
         notes = {step: listed.read(readable[step]) for step in sorted(in_doubt)}
         kept |= {step for step, found in notes.items() if found.tags or found.damaged}
@@ -379,7 +380,7 @@ class Catalog:
         gone = []
         for step in doomed:
             names = self.entries().get(step, [])
-            # With the uids of the survey: another saver may have replaced the step meanwhile.
+            # Deletes only the uids of the survey: another saver may have replaced the step since.
             seen = {name: survey.records[name].uid for name in names if name in survey.records}
             doomed_names = [name for name in names if name in seen]
             with self._deciding(step):
@@ -490,7 +491,7 @@ class Catalog:
         return (
             f"the checkpoint of step {step} on {self._backend.url} is damaged: {error}; restore "
             "another step: `penstock verify --all` shows which are whole, and "
-            "`restore(on_damage='fallback')` takes the newest"
+            "`restore(on_damage='fallback')` restores the newest of them"
         )
 
     def _not_found(self, step: int, steps: list[int]) -> CheckpointNotFoundError:

@@ -44,7 +44,7 @@ class Event(StrEnum):
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
     RECORD_IS_OTHER_FOR_GOOD = (
-        "the name was refused as taken, and the record is another's: ours cannot land any more"
+        "the name was refused as taken, and the record is another's: ours can never be published"
     )
     RECORD_ABSENT = "record absent"  # or unreadable: proves nothing
     COMMIT_DECIDED = "the ranks decided to commit"  # fed on ranks that do not publish
@@ -56,10 +56,10 @@ class Event(StrEnum):
 class Action(StrEnum):
     """The actions that the engine executes."""
 
-    PREPARE = "publish part and index, look at the intent, then feed PUBLISH_STARTED"
+    PREPARE = "publish part and index, check the intent, then feed PUBLISH_STARTED"
     PUBLISH = "publish the commit record, once"
     AWAIT = "wait for the result of the rank that publishes"
-    RESOLVE = "read the commit record and feed what it is"
+    RESOLVE = "read the commit record and feed the event that it shows"
     DONE = "report success"
     FAIL_MAY_DELETE = "report failure; own data may be deleted"
     FAIL_KEEP = "report failure; own data is left to prune"

@@ -198,8 +198,8 @@ def _delete_if(
         return False
     gone += [r for r in listed if r is not None and r.uid in uids]
     for place, there in found:
-        # Also where it is not listed yet: a copy may land there, and a tier that refuses to delete
-        # has to refuse before the others have deleted.
+        # Also deletes where the record is not listed: a copy may be about to land there, and a tier
+        # that refuses deletions must refuse before the faster tiers have deleted the record.
         if _uid(there.get(name)) in {None, *uids}:
             place.delete([name])
     return True

@@ -1,8 +1,8 @@
 """Notes: metadata and tags that are added to a checkpoint after its commit.
 
 Notes never change, and each has its own name, so writers and copies need no coordination: a
-checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without its
-commit record they mean nothing, and a damaged note damages nothing else.
+checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without the
+checkpoint's commit record they mean nothing, and a damaged note damages nothing else.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def write_note(
 ) -> str:
     """Publish a note on a checkpoint in each place that has it, the fastest first.
 
-    In this order, a copy to a slower place finds this note in the faster one, because it carries
-    notes over after its commit.
+    A copy to a slower place carries notes over after its commit. Because of this order, it then
+    finds this note in the faster place.
 
     Returns:
         The name of the note.
@@ -162,8 +162,8 @@ def write_note(
 def gone(record: CommitRecord, backend: Backend) -> CheckpointGoneError:
     """Return the error for a checkpoint that is deleted while a note is added to it."""
     msg = (
-        f"the checkpoint of step {record.step} on {backend.url} was deleted or overwritten while a "
-        "note was added to it, or is about to be: nothing was added"
+        f"nothing was added to the checkpoint of step {record.step} on {backend.url}: it was "
+        "deleted or overwritten meanwhile, or is about to be deleted"
     )
     return CheckpointGoneError(msg)
 
@@ -195,7 +195,7 @@ def carry_notes(
             if note is not None:
                 target.publish(copied, encode_note(replace(note, uid=origin or record.origin)))
         except DamagedError as error:
-            log.warning("a damaged note is copied to %s: %s", target.url, str(error))
+            log.warning("a damaged note is copied to %s unchanged: %s", target.url, str(error))
             with suppress(DamagedError, BlobNotFoundError):  # too long, or not a file
                 data = places[0].read_record(name, limit_bytes=NOTE_LIMIT_BYTES)
                 target.publish(copied, data)

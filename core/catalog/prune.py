@@ -93,7 +93,7 @@ def prune(
     keeps its age, and the next prune deletes it.
 
     If no record names a uid, but its blobs are borrowed, everything except the blobs is deleted. A
-    deletion that was killed after it deleted the record leaves such a uid, and the intent would
+    deletion that was killed after it deleted the record leaves such a uid; a remaining intent would
     keep the blobs that this uid had borrowed.
 
     Nothing is deleted while any record of the run is unreadable, since that record may need any
@@ -204,7 +204,7 @@ def _prune_tiers(backend: Backend, how: _How) -> PruneReport:
         steps = [survey.latest for survey in surveys if survey.latest is not None]
         latest = max(steps, default=None)
         newest = {r.uid for s in surveys for r in s.records.values() if r.step == latest}
-        # The tier with its log may have evicted it.
+        # A tier that holds the log of the newest checkpoint may have evicted the checkpoint.
         logs = {
             uid_of_segment(b.name) for s in surveys for uid in newest for b in s.data.get(uid, ())
         }
@@ -292,8 +292,8 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
             return replace(_refused(survey.unreadable, dry_run=False), superseded=superseded)
     stays = how.keep.union(waiting)
     log.debug(
-        "prune: of %d attempts %d stay: named or referenced by a record, our own, another tier's, "
-        "or lacking only their record",
+        "prune: of %d attempts, %d stay: a record names or references them, they are our own or "
+        "another tier's, or they lack only their record",
         len(survey.data),
         len(survey.data.keys() & survey.needed.union(stays)),
     )
@@ -302,7 +302,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         backend.delete([probe.name for probe in probes if probe.modified_s < limit_s])
         backend.sweep(limit_s)
     gone = _take_all(backend, survey, stays, limit_s, how)
-    if steps or how.everything:  # else the run may be a copy in flight, notes first
+    if steps or how.everything:  # else the run may be a copy in flight that got its notes first
         _take_notes(backend, survey, stays, limit_s, how, gone)
     return PruneReport(
         tuple(sorted(gone)),
@@ -401,9 +401,9 @@ def _refused_without_records(
 ) -> PruneReport:
     number = "an attempt" if len(uids) == 1 else f"{len(uids)} attempts"
     why = (
-        f"{backend.url} has data of {number} to save, but no commit record: was it copied without "
-        "the folder `commits`, or before it? If it never had a checkpoint, `penstock prune --all`, "
-        "or `prune(everything=True)`, deletes the data"
+        f"{backend.url} has data of {number} to save, but no commit record: is the run a copy that "
+        "lacks the folder `commits`, or gets it last? If it never had a checkpoint, `penstock "
+        "prune --all`, or `prune(everything=True)`, deletes the data"
     )
     log.debug("prune: keeps all data, since there is no commit record")
     return PruneReport(refused=(why,), unrecorded=tuple(sorted(uids)), dry_run=dry_run)

@@ -108,7 +108,7 @@ class Publisher:
         began_s = self._clock.boot_s()
         data = encode_intent(record)
         self._backend.publish(intent_name(self._uid), data, exclusive=exclusive)
-        # Read before the call: the store may have stamped the record at any moment within it.
+        # The clock was read before the call: the store may have stamped the record at any moment.
         self._refreshed_s = began_s
         log.debug("step %d: published %s", self._step, intent_name(self._uid))
 
@@ -173,7 +173,7 @@ class Publisher:
             msg = (
                 f"another saver published step {record.step} (generation {record.generation}) on "
                 f"{self._backend.url} first. Its checkpoint exists unless it was deleted since; "
-                "this one is given up. Save at another step, or with overwrite=True "
+                "this save is given up. Save at another step, or with overwrite=True "
                 "(`penstock copy`: --overwrite)."
             )
             raise LostRaceError(msg)
@@ -235,7 +235,10 @@ class Publisher:
             why = "its intent is gone"
         else:
             return
-        msg = f"step {self._step}: not published, since {why} and its data may have been pruned"
+        msg = (
+            f"step {self._step}: not published, since {why} and its data may have been pruned; "
+            "save again"
+        )
         raise SaveAbortedError(msg)
 
     def _check_data(self, name: str, record: CommitRecord) -> None:
@@ -269,7 +272,7 @@ class Publisher:
             if self._read_back(name) is Event.RECORD_IS_OURS:
                 self._backend.delete([name])
         except BaseException as error:  # noqa: BLE001 - readers report the step as damaged
-            log.warning("%s stays: %s", name, said(error))
+            log.warning("%s could not be deleted: %s", name, said(error))
         raise CommitUnknownError(msg)
 
     def _exists(self, name: str) -> bool:

@@ -293,7 +293,7 @@ def is_listed(backend: Backend, name: str) -> bool:
 
 def unreadable(backend: Backend, name: str) -> FormatError:
     """Return the error for a record that the store lists but does not find."""
-    msg = f"{name} on {backend.url} is listed, but is not a readable file: a link?"
+    msg = f"{name} on {backend.url} is listed, but is not a readable file: is it a link, a folder?"
     return FormatError(msg, [name])
 
 
@@ -303,7 +303,7 @@ def survey_records(backend: Backend) -> Survey:
     for info in backend.list(COMMIT_PREFIX):
         try:
             if parse_commit_name(info.name) is None:
-                msg = f"{info.name} on {backend.url} is not a commit record's name; move it away"
+                msg = f"{info.name} on {backend.url} is not a commit record's name; move that file"
                 raise FormatError(msg, [info.name])
             record = read_listed(backend, info.name)
         except DamagedError as error:
@@ -345,7 +345,7 @@ def data_by_uid(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
-    """Return whether a save lacks at most its commit record: its index is published last."""
+    """Return whether a save lacks at most its commit record: the index is its last other file."""
     names = {blob.name for blob in blobs}
     return {index_name(uid), part_name(uid, 0), intent_name(uid)} <= names
 

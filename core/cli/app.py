@@ -186,7 +186,7 @@ def root(metavar: str, of: str, **more: Any) -> Any:
 
 Url = Annotated[str, root("URL", "the run", callback=backend_of)]
 AsGiven = Annotated[str, root("URL", "the run")]
-"""As `Url`, for a command that needs the configuration file itself, and calls `backend_of`."""
+"""Like `Url`, for a command that needs the configuration file itself and calls `backend_of`."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -339,7 +339,7 @@ def penstock(
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Ask the user on standard error, not in a pipe; return only if the answer is yes.
+    """Ask the user, with the question on standard error; return only if the answer is yes.
 
     Args:
         question: The question, without its question mark.
@@ -354,6 +354,6 @@ def ask(question: str, *, yes: bool) -> None:
     question = visible(question)
     # Input from a pipe does not count: only a user, or `--yes`, may decide to delete.
     if sys.stdin is None or not sys.stdin.isatty():
-        msg = f"there is no terminal to ask, so pass --yes, or try --dry-run: {question}?"
+        msg = f"no terminal to confirm this on: pass --yes, or try --dry-run: {question}?"
         raise typer.BadParameter(msg)
     typer.confirm(question + "?", abort=True, err=True)

@@ -23,15 +23,17 @@ def main() -> None:
 
     Exits with 0, with 1 after an error (but see `ErrorHandling`), or with 2 after a usage error.
     """
-    errors.exit_code = 1  # a program may call `main` several times, `diff` among them
+    errors.exit_code = 1  # a program may call `main` again after `diff`, which sets 2
     log_visibly()
     try:
         try:
-            # Which engine moves the bytes changes no output: `doctor` checks it, `bench` names it.
+            # The warning about a missing io_uring does not help here: `doctor` checks for it, and
+            # `bench` names the engine.
             with quiet(OPENING, logging.ERROR):
                 app(_in_order(sys.argv[1:]), prog_name="penstock")
         finally:
-            # Here, not when Python exits: it would print "Exception ignored" and exit with 120.
+            # Flushed here: if this failed at exit, Python would print "Exception ignored" and exit
+            # with 120.
             sys.stdout.flush()
     except OSError as error:
         _show_traceback()

@@ -7,10 +7,13 @@ import os
 import threading
 
 _MANY = 50_000
-"""If a hold makes more objects, they become old at once: the collector would visit each 3 times."""
+"""If more objects are made during a hold, they move to the oldest generation when it ends.
+
+Otherwise the collector would visit each of them three times.
+"""
 
 _STARTUP = 1_000
-"""Python 3.12 freezes at most this many objects at startup; a user freezes far more."""
+"""Python 3.12 freezes fewer objects at startup, so with more frozen objects the user froze them."""
 
 
 class _CollectionHold:
@@ -39,7 +42,7 @@ class _CollectionHold:
             self._holders -= 1
             if not self._holders and self._enabled:
                 if gc.get_count()[0] > _MANY and gc.get_freeze_count() < _STARTUP:
-                    # Both only join lists: young objects are in the oldest generation now.
+                    # Both only join lists, and move young objects to the oldest generation.
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

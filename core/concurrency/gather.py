@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_WIDTH = 8192
-"""Most bytes at each address: numpy limits addresses times width to 63 bits."""
+"""Maximum bytes at each address: numpy limits addresses times width to 63 bits."""
 
 _FIRST = 1  # to numpy, an array at the address 0 has no memory
 _MOST_ADDRESSES = 1 << 56

@@ -31,7 +31,7 @@ class Pool:
     would wait forever for a store call that hangs.
 
     Args:
-        count: The most threads that are not stuck.
+        count: The maximum number of threads, stuck ones not counted.
         name: The beginning of the threads' names.
         stuck_s: A thread whose task takes longer counts as stuck and may be replaced, so that calls
             that never return do not use up the pool.
@@ -53,7 +53,7 @@ class Pool:
         self._watched = False
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above but `_queue`
-        # A pool that is dropped without `shutdown` would leave its threads to the process.
+        # Otherwise the threads of a pool that is dropped without `shutdown` would never end.
         weakref.finalize(self, _end, self._queue, self._threads).atexit = False
 
     def submit(self, task: Callable[[], T]) -> Future[T]:

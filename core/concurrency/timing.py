@@ -83,7 +83,7 @@ class Timing:
     counts as stuck."""
 
     batch_stuck_s: float = 60.0
-    """A backend thread whose batch takes longer no longer counts, and another thread takes its
+    """A backend thread whose batch takes more time counts as stuck, and another thread takes its
     place. A store that answers needs far less for any batch."""
 
     transfer_stuck_s: float = 600.0
@@ -180,8 +180,8 @@ class Timing:
     the save, or the opening of the run, continues without it."""
 
     tier_quick_error_s: float = 0.5
-    """A tier's error that comes sooner costs a save nothing, so the next save tries the tier
-    again. After a slower error saves skip the tier for `tier_rest_first_s`."""
+    """A tier's error that comes sooner hardly delays a save, so the next save tries the tier
+    again. After a slower error, saves skip the tier for `tier_rest_first_s`."""
 
     tier_rest_first_s: float = 60.0
     """A tier that did not answer is skipped for this long; doubled with each further time."""
@@ -197,8 +197,8 @@ class Timing:
     duration of the last attempt if that is longer."""
 
     drain_retry_first_s: float = 1.0
-    """The first backoff after an error of a drain; doubled with each further error. The copy of
-    the checkpoint to the next tier is retried after this long at most."""
+    """The first backoff after an error of a drain; doubled with each further error. The copy is
+    retried after a random part of it, at least half."""
 
     drain_retry_most_s: float = 60.0
     """The longest backoff between two attempts of a drain."""

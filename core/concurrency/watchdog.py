@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Passes `limit_s` after its construction.
+    """A point in time, `limit_s` seconds after its construction.
 
     Args:
-        limit_s: The time limit; None or infinity sets none.
+        limit_s: The time limit; None or infinity sets no limit.
         clock: The clock to read.
     """
 
@@ -48,7 +48,7 @@ class Deadline:
         return max(0.0, self.limit_s - self.taken_s())
 
     def is_over(self) -> bool:
-        """Return whether the time has passed."""
+        """Return whether the deadline has passed."""
         return self.taken_s() >= self.limit_s
 
 
@@ -56,9 +56,10 @@ NEVER = Deadline(None)
 
 
 class Watchdog(Deadline):
-    """Passes when a task is stuck; the task calls `moved` at each progress to restart it.
+    """A deadline that passes when a task makes no progress for `limit_s`.
 
-    Any thread may read it.
+    The task calls `moved` whenever it makes progress, which restarts the limit. Any thread may read
+    the deadline.
     """
 
     def moved(self) -> None:
@@ -171,7 +172,7 @@ def call_with_deadline(
         late: Returns the error to raise at the deadline.
         timing: How often to check the deadline (`poll_s`).
         cancel: Asks `call` to end soon; called in the waiting thread.
-        patience_s: The most seconds to wait for a call that was given up; None means
+        patience_s: Maximum seconds to wait for a call that was given up; None means
             `Timing.interrupt_s`.
 
     Raises:

@@ -35,7 +35,7 @@ class Workers:
     """Runs short tasks (hashing, encoding) in a pool, and each long task on its own thread.
 
     Args:
-        count: The threads of the pool.
+        count: The number of threads of the pool.
         timing: The waits of the code that uses these threads; None uses the current timing.
     """
 

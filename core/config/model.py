@@ -105,7 +105,7 @@ def _list_of_codecs(value: object) -> object:
     elif isinstance(value, Mapping):
         msg = 'Input should be a list: [{"type": "zstd", "level": 3}]'
     elif isinstance(value, list | tuple) and AUTO in value:
-        msg = f'"{AUTO}" must not be in a list: codecs = "{AUTO}"'
+        msg = f'"{AUTO}" must not be in a list: write codecs = "{AUTO}"'
     if msg:
         raise ValueError(msg)
     return value
@@ -282,11 +282,13 @@ class Schedule(_Model):
     """When `Checkpointer.due` says that a save is due.
 
     Attributes:
-        every: The steps from one save to the next. `"auto"`: chosen by what the run measures.
+        every: The steps from one save to the next; `"auto"` chooses them from measurements of the
+            run.
         overhead: The largest share of the training time that saves, and logs if the run logs, may
             cost the training thread.
-        mtbf_s: The mean time between failures of the job, in seconds. With it the interval is
-            Young's, if the overhead allows it; else the shortest that the overhead allows.
+        mtbf_s: The mean time between failures of the job, in seconds. With it, the interval is
+            Young's optimum if the overhead allows that; otherwise the shortest interval that the
+            overhead allows.
         max_replay_s: Seconds that the replay of a [log](logs.md) may take, if the overhead allows
             it. By default as long as the last restore of this process.
     """
@@ -307,8 +309,8 @@ class Deltas(_Model):
     Attributes:
         every: Every N-th save has no base; the saves in between use an earlier save as base. With 1
             no save has a base.
-        max_chain: Maximum earlier frames that are needed to decode a frame. Below `every - 1`,
-            later checkpoints use an older base.
+        max_chain: Maximum earlier frames that are needed to decode a frame. If it is below
+            `every - 1`, later checkpoints use an older base.
         memory_bytes: Host memory for the newest state, with which the next save is compared. The
             default is the size of the state, if that is at most a quarter of the memory. If the
             state does not fit, or with 0, each save reads the base from the store.
@@ -367,8 +369,8 @@ class CheckpointerConfig(_Model):
             size plus two chunks, but at most half of the available memory divided among the ranks
             of the machine.
         mode: The default mode of saves: `"blocking"`, `"async"` or `"lazy"`.
-        on_busy: What a save does if another save is in progress: `"wait"` (counted as blocked),
-            `"skip"` itself, or `"raise"`.
+        on_busy: What a save does if another save is in progress: `"wait"` for it (counted as
+            blocked time), `"skip"` (it does not start), or `"raise"` an error.
         allow_pickle: Whether to pickle values that no provider can store, and to unpickle them.
             Loading a pickle runs its code: set this only for checkpoints that you trust.
         defer: Patterns of further tensors that you promise to change only after the fence, for lazy
@@ -571,8 +573,8 @@ def _parse_yaml(text: str) -> object:
 def filled(value: Any, environment: Mapping[str, str], *, what: str) -> Any:
     """Return `value` with each `${NAME}` in its strings replaced.
 
-    `${NAME:-text}` has a default; `$$` means `$`. Refuses other forms of variables, since they
-    would become part of a folder's name.
+    `${NAME:-text}` has a default; `$$` means `$`. Refuses other forms, such as `$NAME`, since these
+    would otherwise end up in the names of folders.
 
     Args:
         value: The content of a configuration file.

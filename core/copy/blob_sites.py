@@ -183,8 +183,9 @@ class BlobSites:
         if not site.is_own:
             self._refuse_foreign(site)
             lease = Lease(self._target, site.uid, self._timing)
-            # In the first record of the lease: blobs that it does not list count as torn. At any
-            # time a deletion may leave a save in flight as the last to need these blobs.
+            # Blobs that a lease does not list count as torn, so its first record lists these. A
+            # later one would be too late: a deletion may at any moment leave a save in flight as
+            # the only one that needs them.
             lease.take(durable=site.trusted)
             self._leases[site.uid] = lease
             # Checked again: the copy that held the lease before may have committed since.
@@ -230,7 +231,7 @@ class BlobSites:
                 self._unsure.add(site.uid)
         lease.keep(good | ((present & (site.trusted | lease.sealed)) - stale))
         if stale:
-            lease.check()  # the request before may have been held up for long
+            lease.check()  # again, since the last request may have taken long
             self._target.delete(sorted(stale))
 
     def _busy(self, names: Collection[str], why: str, remedy: str = _LATER) -> BusyError:

@@ -84,9 +84,9 @@ class CopyReport:
 class CheckpointCopy:
     """Copies one checkpoint. Call `run` once, and `cancel` from any thread.
 
-    Compares every checksum as the bytes pass, and changes nothing at the source. After a failure,
-    a crash or `cancel` the target has no commit record of the checkpoint. Then another copy
-    continues from there, or `prune` at the target deletes the orphans.
+    Compares every checksum as the bytes pass, and changes nothing at the source. If the copy fails,
+    crashes or is cancelled before it publishes the commit record, another copy can continue from
+    there, or `prune` at the target deletes the orphans.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name
@@ -114,7 +114,7 @@ class CheckpointCopy:
             workers: The threads that compare checksums, seal and wait.
             buffer_bytes: The memory for blobs in flight; the copy also holds one record at a time.
             grace_s: The grace time of the target's `prune`, in seconds.
-            bytes_per_s: The most bytes to copy per second; None sets no limit.
+            bytes_per_s: Maximum bytes to copy per second; None sets no limit.
             trust_sealed: Whether to keep, without reading them, blobs that an earlier copy sealed.
             replace: Whether to replace another checkpoint of a lower generation at that step; or
                 the uids of the checkpoints to replace.
@@ -231,7 +231,7 @@ class CheckpointCopy:
             if self._files.wrote:
                 self._sites.release()
             else:
-                self._sites.own.remove()  # else the data beside it would count as a copy's data
+                self._sites.own.remove()  # else data of another save there would count as a copy's
             raise
         self._sites.remove()
         self._remove_replaced()
@@ -286,7 +286,7 @@ class CheckpointCopy:
             self._at_target()  # another node may have overwritten the step there meanwhile
         carry_notes(self._source, self._target, self._record)
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
-        carry_notes(self._source, self._target, self._record)  # what was added meanwhile
+        carry_notes(self._source, self._target, self._record)  # notes that were added meanwhile
         return kept
 
     def _at_target(self) -> int | None:
@@ -305,7 +305,7 @@ class CheckpointCopy:
             there = confirmed(self._target, newest, first=self._check_source)
             return newest.generation if there else None
         if newest.generation < record.generation and self._makes_way(newest):
-            return None  # its generation is lower, so this checkpoint has replaced it
+            return None  # the copy has a higher generation, so it will replace the other checkpoint
         msg = (
             f"{url} has another checkpoint at step {record.step} ({newest.uid}, generation "
             f"{newest.generation}). Delete it there, or replace it with `penstock copy "
@@ -374,7 +374,7 @@ class CheckpointCopy:
         name = transfer.blob.name
         if transfer.target is None:  # a blob of an earlier copy
             if name not in self._spoiled:
-                log.warning("%s on %s is damaged: copied again", name, transfer.source.url)
+                log.warning("%s on %s is damaged, so it is copied again", name, transfer.source.url)
             self._spoiled.add(name)
             return
         raise self._contents.damage(name, ranges)
@@ -419,7 +419,7 @@ class CheckpointCopy:
             Catalog(self._run_target).delete_older_generations(self._record.step)
         except Exception as error:  # noqa: BLE001 - logged: the checkpoint is committed already
             log.warning(
-                "step %d: the replaced generations stay until prune: %s",
+                "step %d: the replaced generations could not be deleted, and stay until prune: %s",
                 self._record.step,
                 str(error),
             )

@@ -58,7 +58,7 @@ class CompactedStep:
     Attributes:
         step: The step.
         uid: The uid of the new generation; in a dry run, of the current one.
-        generation: Its generation.
+        generation: The generation of that uid.
         bytes_before: The size of the checkpoint's own blobs before.
         bytes_after: The size of its blobs now; in a dry run, an estimate.
         seconds: The duration; 0 for a dry run.
@@ -131,11 +131,13 @@ class Compactor:
     ) -> list[CommitRecord]:
         """Return the checkpoints to compact, ascending; each of them borrows blobs.
 
-        Leaves the newest checkpoint out while steps are logged after it: they would be deleted.
+        Leaves out the newest checkpoint while steps are logged after it, since compacting it would
+        delete its log.
 
         Args:
             steps: The steps. None chooses the steps that keep blobs of deleted checkpoints alive,
-                and the steps that borrow from these: they would keep the older generations alive.
+                and the steps that borrow from these, which would keep the replaced generations
+                alive.
             everything: Without `steps`, choose all checkpoints that borrow.
 
         Raises:
@@ -215,7 +217,7 @@ class Compactor:
                 keep_codecs=True,
                 compacts=True,
             ),
-            # Never a higher generation: it would hide an overwrite that came meanwhile.
+            # Never a higher generation: it would hide an overwrite made during the compaction.
             generation=compacted_generation(record.generation),
             surroundings=_Compaction(self._catalog, record, self._housekeeper),
             registry=self._registry,
@@ -271,7 +273,7 @@ class Compactor:
         return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
 
     def _size_alone(self, record: CommitRecord) -> int:
-        """Estimate the size without borrowing: each chunk is as long as the lowest of its chain."""
+        """Estimate the size without borrowing, from the frame without a base below each chunk."""
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
         described = (one for o in contents.objects() for one in contents.descriptions(o))

@@ -46,9 +46,9 @@ def confirmed(
     """Make a checkpoint's record durable at the target; return whether the checkpoint is whole.
 
     A power cut may remove a record whose publish got no reply: its folder may not have been
-    synced, or its data may have been in a root that was replaced. So it is published again, but
-    only if a lease is left beside its data. Without a lease, a late publish request could replace a
-    later save of that step. A record without its data is deleted.
+    synced, or its data may have been in a root that was replaced. So the record is published again,
+    but only if a lease is left beside its data. Without a lease, a late publish request could
+    replace a later save of that step. A record without its data is deleted.
 
     Args:
         target: The place to check.
@@ -188,7 +188,7 @@ def verify_blobs(
         workers: The threads that compare checksums.
         on_progress: Called with the number of bytes read; may raise to end the read.
         on_look: Called at least every few seconds, even while the store hangs; may raise too.
-        bytes_per_s: The most bytes to read per second; None sets no limit.
+        bytes_per_s: Maximum bytes to read per second; None sets no limit.
 
     Raises:
         DamagedError: The checkpoint is damaged; names the first damaged objects.

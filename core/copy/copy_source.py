@@ -166,7 +166,10 @@ class _BlobRanges:
     def agree(self, blob: BlobRecord) -> None:
         """Raise if another part records a different length for this blob."""
         if blob.length != self.blob.length:
-            msg = f"two parts give {blob.name} {self.blob.length} and {blob.length} bytes"
+            msg = (
+                f"two parts record different lengths of {blob.name}: {self.blob.length} and "
+                f"{blob.length} bytes"
+            )
             raise FormatError(msg, [blob.name])
 
     def add(self, frame: Frame, block_bytes: int) -> None:

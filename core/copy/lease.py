@@ -184,7 +184,7 @@ class Lease:
             self._record = replace(self._record, token="", process="")
             self._publish()
         except (StorageError, BusyError) as error:
-            log.warning("%s is not released: %s", self._name, str(error))
+            log.warning("%s could not be released: %s", self._name, str(error))
 
     def remove(self) -> None:
         """Delete the lease, which no later copy needs; log a failure, since the lease expires."""
@@ -193,7 +193,7 @@ class Lease:
             self.check()  # the record may be another copy's lease
             self._backend.delete([self._name])
         except (StorageError, BusyError) as error:
-            log.warning("%s stays: %s", self._name, str(error))
+            log.warning("%s could not be deleted: %s", self._name, str(error))
 
     # ------------------------------------------------------------------------------------------
 
@@ -207,7 +207,8 @@ class Lease:
     def _publish(self, *, exclusive: bool = False) -> None:
         record = self._record
         body = {key: getattr(record, key) for key in _KEYS}
-        # Read before the call: other processes count from the record's arrival, which is later.
+        # The clock is read before the call: other processes count from the record's arrival, which
+        # is later.
         began_s = self._timing.clock.boot_s()
         self._backend.publish(self._name, seal(body), exclusive=exclusive)
         self._refreshed_s = began_s
@@ -236,7 +237,7 @@ class Lease:
             changed_s = self._backend.stat(self._name).modified_s
         except BlobNotFoundError:
             return False
-        # `abs`: if a clock was set back, a time in the future must not hold for ever.
+        # `abs`: if a clock was set back, a time in the future must not keep the lease forever.
         return abs(self._backend.store_time_s() - changed_s) < SILENT_S
 
     def _busy(self, found: _Record | None) -> BusyError:
@@ -244,9 +245,9 @@ class Lease:
         if found and found.token:
             holder = f"process {found.pid} on {found.host}"
         msg = (
-            f"{holder} already copies this checkpoint to {self._backend.url}: wait for its end. If "
-            f"that process was killed, its lease ({self._name}) ends {SILENT_S / 60:.0f} minutes "
-            "after its last refresh."
+            f"{holder} is already copying this checkpoint to {self._backend.url}: wait until it is "
+            f"done. If that process was killed, its lease ({self._name}) ends "
+            f"{SILENT_S / 60:.0f} minutes after its last refresh."
         )
         return BusyError(msg)
 

@@ -199,7 +199,7 @@ class BlobMover:
             workers: The threads that compare checksums and seal.
             buffer_bytes: The total size of all buffers.
             unit_bytes: Buffer sizes and offsets are multiples of this, as both stores require.
-            bytes_per_s: The most bytes to move per second; None sets no limit.
+            bytes_per_s: Maximum bytes to move per second; None sets no limit.
             calls: The callbacks.
         """
         self._workers = workers

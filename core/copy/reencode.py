@@ -86,10 +86,10 @@ def copy_objects(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` at `target`, under the same step.
 
-    The copy keeps metadata, roles, kinds of containers and ties. An object that is tied to one
-    outside the selection is stored itself. A restore of the copy gives the same values as a restore
-    of the original with that selection. If a codec of the rules needs a base, it is the target's
-    newest checkpoint of an earlier step, as configured by `deltas`.
+    The copy keeps metadata, roles, kinds of containers and ties. An object that is tied to an
+    object outside the selection is stored with its own bytes. A restore of the copy gives the same
+    values as a restore of the original with that selection. If a codec of the rules needs a base,
+    the base is the target's newest checkpoint of an earlier step, as configured by `deltas`.
 
     Args:
         checkpoint: The checkpoint to copy; its loader reads it.
@@ -234,7 +234,7 @@ class _CopyTarget(SaveSurroundings):
 def _generation(target: Backend, step: int, *, overwrite: bool) -> int:
     catalog = Catalog(target)
     if step not in catalog.entries():
-        return 0  # a copy may land before later steps: no training continues from it
+        return 0  # unlike a save, a copy may have a step before the target's latest
     if not overwrite:
         msg = (
             f"{target.url} already has a checkpoint at step {step}. Delete it there, or replace it "

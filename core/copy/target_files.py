@@ -111,7 +111,7 @@ class TargetFiles:
         """Delete the intent unless an earlier copy left data. Call it before writing other data."""
         if self._builds_on:
             return
-        # Else the next copy would attribute the data there to an earlier copy.
+        # With an intent, the next copy would attribute the data there to an earlier copy.
         with suppress(StorageError, BusyError):
             self._lease.check()
             self._target.delete([intent_name(self._record.uid)])
@@ -123,7 +123,7 @@ class TargetFiles:
     def _builds_on(self) -> bool:
         """Whether data at the target may be replaced: an earlier copy left it, or it is damaged.
 
-        Valid once the lease is taken.
+        Valid only after the lease is taken.
         """
         return self._repair or self._lease.found
 

@@ -155,7 +155,7 @@ class _Diff:
         if one.same_as is not None and self._selection.selects(one.same_as):
             return False  # the object that both are tied to is compared separately
         if p.kind is Kind.VALUE and p.spec != q.spec:
-            return True  # another length, so different; read for the shown text
+            return True  # the lengths differ, so the values do; they are read to show them
         same = same_by_checksums(self._a.contents, self._b.contents, pair)
         # A tensor known to differ is read only for its norms; a value always, for its text.
         if same is False and p.kind is Kind.TENSOR and not self._norms:
@@ -473,8 +473,8 @@ class Norms:
             equals NaN and -0 equals 0. None if the elements are not numbers.
         max_abs: The greatest absolute difference; None if no difference is finite.
         l2: The root of the sum of squared differences.
-        relative_l2: `l2` divided by the same root of the finite values of `a`; None if that root is
-            0.
+        relative_l2: `l2` divided by the root of the sum of squares of `a`'s finite values; None if
+            that root is 0.
         nan: The number of elements that are NaN in either tensor.
         inf: The number of elements that differ by infinity.
     """
@@ -543,7 +543,7 @@ class NormSum:
         difference = np.where(p > q, u - v, v - u)
         self._differing += int(np.count_nonzero(difference))
         self._take(difference.astype(np.float64), p.astype(np.float64))
-        if difference.size:  # from the integers: float64 holds 53 bits of the greatest one
+        if difference.size:  # from the integers, since float64 would round those above 2^53
             self._max = max(self._max, int(difference.max()))
 
     def _add_floats(self, x: Numbers, y: Numbers) -> None:

@@ -1,9 +1,9 @@
 """The conversion of floats with integer arithmetic and tables, block by block.
 
 Every conversion goes through float32, which represents each narrower format exactly. numpy's own
-casts only convert between float32 and float64, except for subnormal numbers. Its casts to and from
-float16 are slower than this arithmetic, and give different bits for a NaN on processors without an
-instruction for them.
+casts are used only between float32 and float64, and not for subnormal numbers. numpy's casts to and
+from float16 are slower than this arithmetic, and give different bits for a NaN on processors
+without an instruction for these casts.
 
 Tested in `tests/core/floats/test_conversion.py`.
 """
@@ -35,8 +35,8 @@ _EXPONENT = 0x7F80_0000
 _QUIET_NAN = 0x7FC0_0000
 _BFLOAT16_NAN = 0xFFFF
 _UNSIGNED_NAN = 0x7F80_0001
-"""The float32 for the NaN of a `fnuz` format. `_BFLOAT16_NAN` is the NaN that torch's vectorized
-code writes; its other code writes 0x7FC0."""
+"""The bits of the float32 for the NaN of a `fnuz` format. `_BFLOAT16_NAN` has the bits that torch's
+vectorized code writes for a NaN; torch's other code writes 0x7FC0."""
 
 
 class _BlockScratch(threading.local):
@@ -81,7 +81,7 @@ def convert(source: memoryview, source_dtype: str, target: memoryview, target_dt
 
 
 _SMALLEST = 2.0**-149
-"""The smallest positive float32. The bits of a subnormal number are its multiple of this.
+"""The smallest positive float32. A subnormal float32 is this times its bits, read as an integer.
 
 After `torch.set_flush_denormal(True)` the processor reads and writes zero for a subnormal number,
 in the calling thread and in all threads that it starts. So subnormals are converted as integers.
@@ -131,7 +131,7 @@ def _float32_to_bfloat16(block: Floats, into: Array) -> None:
     np.add(words, bits, out=words)
     np.right_shift(words, 16, out=words)
     np.copyto(into, words, casting="unsafe")
-    if _holds_nan(block):  # the carry may have made zero of it
+    if _holds_nan(block):  # the carry may have turned a NaN into zero
         flags = _scratch.flags[: len(block)]
         np.isnan(block, out=flags)
         np.putmask(into, flags, _BFLOAT16_NAN)
@@ -189,7 +189,7 @@ class _Small:
         largest: Bit pattern of the largest finite number.
         overflow: Bit pattern for overflow, without the sign.
         nan: Bit pattern of NaN, without the sign.
-        infinite: Whether the format has infinities; then `overflow` is one.
+        infinite: Whether the format has infinities; if so, `overflow` is infinity.
         unsigned_nan: Whether the only NaN has the bits of -0.0, so that zero and NaN have no sign.
         sign: Mask of the sign bit.
     """

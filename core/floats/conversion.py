@@ -24,10 +24,10 @@ def convert_floats(
 
     The result equals that of torch's `.to()` on a CPU, bit for bit. float64 goes through float32 to
     narrower formats, NaN stays NaN, and -0.0 stays -0.0 (`fnuz` formats have none). Numbers that
-    overflow become infinite, in `fnuz` formats NaN, in float8_e4m3fn the largest number. Where
-    versions of torch or processors disagree (the bits of a NaN, overflow in float8_e4m3fn), this
-    result is always the same. Uses only its thread's scratch memory, and holds the GIL for some
-    microseconds at a time.
+    overflow become infinite; in `fnuz` formats they become NaN, and in float8_e4m3fn the largest
+    number. Where versions of torch or processors disagree (the bits of a NaN, overflow in
+    float8_e4m3fn), this result is always the same. Uses only its thread's scratch memory, and holds
+    the GIL for some microseconds at a time.
 
     Args:
         source: A flat byte view of whole elements.

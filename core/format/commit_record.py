@@ -91,7 +91,7 @@ def encode_commit(record: CommitRecord) -> bytes:
     data = seal(body)
     if len(data) > RECORD_LIMIT_BYTES:
         name = commit_name(record.step, record.generation)
-        refuse(name, f"has {len(data)} bytes; a reader accepts {RECORD_LIMIT_BYTES}")
+        refuse(name, f"has {len(data)} bytes; a reader accepts at most {RECORD_LIMIT_BYTES}")
     decode_commit(data, commit_name(record.step, record.generation))
     return data
 
@@ -116,7 +116,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
     step = fields.integer("step")
     generation = fields.integer("generation")
     if commit_name(step, generation) != name:
-        refuse(name, f"is the record of step {step}, generation {generation}")
+        refuse(name, f"the name is wrong: it is the record of step {step}, generation {generation}")
     world_size = fields.integer("world_size", low=1, high=_MAX_WORLD_SIZE)
     objects = fields.integer("objects", high=MAX_OBJECTS * world_size)
     many = type(fields.value("parts")) is dict
@@ -195,7 +195,7 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
     fields = Fields(body, name, _INTENT_KEYS)
     uid = fields.hexadecimal("uid", 32)
     if intent_name(uid) != name:
-        refuse(name, f"is the intent of {uid}")
+        refuse(name, f"the name is wrong: it is the intent of {uid}")
     return IntentRecord(
         uid=uid,
         step=fields.integer("step"),
@@ -232,7 +232,7 @@ def decode_note(data: bytes, name: str) -> NoteRecord:
         FormatError: The note is damaged, too long, of an unknown version, or has another name.
     """
     if len(data) > NOTE_LIMIT_BYTES:
-        refuse(name, f"has {len(data)} bytes; a reader accepts {NOTE_LIMIT_BYTES}")
+        refuse(name, f"has {len(data)} bytes; a reader accepts at most {NOTE_LIMIT_BYTES}")
     fields = Fields(unseal(data, name), name, _NOTE_KEYS)
     tags = fields.mapping("tags")
     if not all(is_tag(tag) and type(has) is bool for tag, has in tags.items()):
@@ -245,7 +245,7 @@ def decode_note(data: bytes, name: str) -> NoteRecord:
         tags=tags,
     )
     if note.name != name:
-        refuse(name, f"is the note {note.name}")
+        refuse(name, f"the name is wrong: it is the note {note.name}")
     return note
 
 
@@ -316,7 +316,7 @@ def _rank_of(part: str, uid: str, name: str) -> int:
     match = _PART.fullmatch(part)
     rank = int(match[1]) if match else 0
     if part_name(uid, rank) != part:
-        refuse(name, f"a part is named {part!r}")
+        refuse(name, f"a part has the wrong name {part!r}")
     return rank
 
 
@@ -390,7 +390,7 @@ def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> Bo
     table = Fields(fields.value("borrowed"), where, ("count", "length", "sha256", "saves"))
     saves = table.mapping("saves")
     if not saves or not all(is_hex(save, 32) for save in saves) or uid in saves:
-        refuse(where, "saves are not uids of others")
+        refuse(where, "saves are not uids of other saves")
     if list(saves) != sorted(saves):
         refuse(where, "saves are not ascending")
     sizes = Fields(saves, where, tuple(saves))
@@ -414,7 +414,7 @@ def _borrowed(rows: Sequence[Any], uid: str, name: str) -> tuple[BlobRecord, ...
 def _references(fields: Fields, uid: str, name: str) -> tuple[str, ...]:
     references = check_list(fields.value("references"), f"{name}: references")
     if not all(is_hex(r, 32) for r in references) or uid in references:
-        refuse(name, "references are not uids of others")
+        refuse(name, "references are not uids of other saves")
     if references != sorted(set(references)):
         refuse(name, "references are not ascending")
     return tuple(references)

@@ -42,9 +42,9 @@ def decompress(data: bytes, name: str, *, raw_length: int | None = None) -> byte
         size = zstandard.frame_content_size(data)
         if size < 1 or size > MAX_FRAME_BYTES or raw_length not in {None, size}:
             declared = "no size" if size == _UNKNOWN else f"{size} bytes"
-            refuse(name, f"declares {declared} once decompressed")
+            refuse(name, f"its frame declares {declared} of content: a wrong or forbidden size")
         if size > max_decompressed(len(data)):
-            refuse(name, f"declares {size} bytes once decompressed, of {len(data)} stored")
+            refuse(name, f"declares {size} bytes of content, too many for {len(data)} stored bytes")
         content = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         if _NO_MEMORY in str(error):

@@ -33,7 +33,7 @@ def without_features(body: Any, name: str) -> Any:
         refuse(
             name,
             f"requires {', '.join(map(repr, unknown))}, which this release of Penstock cannot"
-            " read: use a newer one",
+            " read: use a newer release",
         )
     if type(body.get("optional", {})) is not dict:
         refuse(name, "optional is not a JSON object")

@@ -34,7 +34,7 @@ NO_BYTES = 0xFE
 """In place of a number of dimensions: the part describes the object, but has no bytes of it."""
 
 WHOLE_BYTES = 4 << 20
-"""An index up to this size is read at once; of a larger one, only the needed blocks."""
+"""An index up to this size is read at once; of a larger index, only the needed blocks are read."""
 
 _MAGIC = b"PSIX"
 _HEADER = struct.Struct(">4sIQII")  # magic, version, numbers of shards, blocks and parts
@@ -141,7 +141,7 @@ class SectionShards:
     Attributes:
         hashes: Hash of the object's path, for each shard.
         regions: Its region; True for the whole object, False if it has no bytes there.
-        traits: A checksum of the object's description; empty: none.
+        traits: A checksum of the object's description, for each shard; may be empty.
     """
 
     hashes: Sequence[int]
@@ -186,8 +186,8 @@ def traits_of(
 ) -> int:
     """Return a checksum of an object's description: equal for parts that describe it alike.
 
-    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value.
-    Ranks compare whole values, and the table of a save does not change if its values get longer.
+    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value:
+    ranks compare whole values anyway, and so the table stays the same if a value gets longer.
     """
     shape = () if kind is Kind.VALUE else spec.shape
     traits = (kind, spec.dtype, spec.itemsize, role, form, shape)

@@ -203,8 +203,8 @@ def read_head(
         uid: The uid of the commit record.
         rank: Number of the part in the commit record.
         world_size: The world size of the commit record.
-        borrowed: The blobs of other saves that the part may use, as in the commit record; None:
-            any, since there is no commit record yet.
+        borrowed: The blobs of other saves that the part may use, as in the commit record. None
+            accepts any: there is no commit record yet, or it does not list them itself.
 
     Raises:
         FormatError: The head is damaged, or belongs to another part.
@@ -338,7 +338,9 @@ def _infos(rows: Sequence[object], name: str, entry: PartEntry) -> list[SectionI
         refuse(name, f"its sections end at {entry.head_length + end}, not at {entry.length}")
     content = sum(info.raw_length for info in infos)
     if content > max_decompressed(entry.length):
-        refuse(name, f"declares {content} bytes once decompressed, of {entry.length} stored")
+        refuse(
+            name, f"declares {content} bytes of content, too many for {entry.length} stored bytes"
+        )
     return infos
 
 
@@ -347,7 +349,7 @@ def _blobs(
 ) -> Iterable[BlobRecord]:
     known = None if borrowed is None else frozenset(borrowed)
     for blob in read_blobs(rows, f"{name}: blobs"):
-        # With its length: deletions and copies know only blobs that the record lists.
+        # Its length must agree too: deletions and copies know only blobs that the record lists.
         if blob_uid(blob.name) != uid and known is not None and blob not in known:
             refuse(
                 name, f"a blob is neither of this save nor borrowed by the commit record: {blob}"
@@ -363,7 +365,7 @@ def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
         where = f"{name}: chain {number}"
         links = check_list(row, where)
         if len(links) > MAX_CODECS or (number and not links):
-            refuse(where, f"{len(links)} codecs")
+            refuse(where, f"has {len(links)} codecs")
         chain: list[CodecRecord] = []
         for link in links:
             fields = Fields.of_row(link, where, keys)

@@ -49,7 +49,7 @@ class ChoiceRecord:
 
     Attributes:
         objects: The class: role and dtype, `"optimizer float32"`.
-        codec: The codec; None: raw.
+        codec: The codec; None keeps the objects raw.
         why: The reason, in words.
     """
 
@@ -68,13 +68,14 @@ class Frame:
         length: Stored bytes.
         raw_length: Bytes of the chunk.
         chain: Number of the chain in the part's table; 0 is raw.
-        checksums: Of a raw frame: xxh3-64 of each block (see `blocks`). Of an encoded frame: one,
-            of the stored bytes.
-        raw_checksum: Of an encoded frame: xxh3-64 of the bytes that it decodes to. Else None.
+        checksums: xxh3-64 of each block (see `blocks`) of a raw frame, or of all stored bytes of an
+            encoded frame.
+        raw_checksum: xxh3-64 of the bytes that an encoded frame decodes to; None for a raw frame.
         lengths: Output length of each codec of the chain except the last.
-        elements: Of an encoded slab of one dtype: its name, and the bytes of an element. Else None.
-        base: The frame that it is encoded against, if its first codec needs a base. Else None.
-        content: xxh3-128 of the chunk, by which later saves find equal chunks; None: unknown.
+        elements: The dtype name and the bytes per element of an encoded slab of one dtype; None for
+            any other frame.
+        base: The frame that this one is encoded against; None if its first codec needs no base.
+        content: xxh3-128 of the chunk, by which later saves find equal chunks; None if unknown.
     """
 
     blob: int
@@ -224,7 +225,7 @@ class PartEntry:
 
     @property
     def rank(self) -> int:
-        """The rank that wrote it."""
+        """The rank that wrote the part."""
         return int(self.name.rpartition("/")[2].partition(".")[0])
 
 
@@ -379,7 +380,7 @@ class IntentRecord:
         started: When the save began, in the form of `CommitRecord.created`.
         refreshed: When this record was last written; its age counts by the store's clock.
         process: Identity of the saver's process on its machine, by which another process there
-            detects that the saver has ended. Empty: unknown.
+            detects that the saver has ended. Empty if unknown.
         place: URL under which the saver writes. The same data at another place is a copy.
     """
 
@@ -403,7 +404,7 @@ class NoteRecord:
         number: Its place among the notes on that checkpoint; later notes override earlier ones.
         id: Random, 16 hex digits, since two writers may choose the same number.
         metadata: The user's metadata, JSON.
-        tags: Whether each of these tags is set or removed.
+        tags: By tag, True if the note sets it, False if it removes it.
     """
 
     uid: str
@@ -483,7 +484,7 @@ def mark_name(uid: str) -> str:
 
 
 def staying_name(uid: str) -> str:
-    """Return the name of the note that an attempt must not be copied to the next tier."""
+    """Return the name of the mark that keeps an attempt from being copied to the next tier."""
     return f"{data_prefix(uid)}stays.json"
 
 

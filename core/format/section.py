@@ -91,7 +91,7 @@ def read_section(
     """Read and validate the JSON of a section.
 
     With `wanted`, reads only these objects, since reading one takes longer than checking its path.
-    If the section has none of them, frames and nodes may be left out too.
+    If the section has none of them, the frames may be left out too.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
@@ -232,7 +232,7 @@ def _read_base(
     check_ints([value], f"{name}: base", high=len(before) - 1)
     base = before[cast("int", value)]
     if not chain or base.raw_length != raw_length:
-        refuse(name, "is raw, or has a base of another length")
+        refuse(name, "has a base, but is raw, or its length differs from the base's")
     if sum(1 for _ in base.links()) >= MAX_LINKS:
         refuse(name, f"decodes with more than {MAX_LINKS} frames")
     return base
@@ -240,7 +240,7 @@ def _read_base(
 
 def _read_content(value: object, name: str) -> int:
     if not is_hex(value, _CONTENT_DIGITS):
-        refuse(name, "its content is not a hash")
+        refuse(name, f"its content hash is not {_CONTENT_DIGITS} hex digits")
     return int(cast("str", value), 16)
 
 
@@ -263,7 +263,10 @@ def _read_type(row: object, name: str) -> _Type:
     except ValueError as error:
         refuse(name, str(error))
     if result[0] is Kind.VALUE and (dtype, itemsize) != ("uint8", 1):
-        refuse(name, f"has a value of dtype {dtype}")
+        refuse(
+            name,
+            f"has a value of dtype {dtype} with {itemsize} bytes per element, not uint8 with 1",
+        )
     return result
 
 
@@ -341,7 +344,7 @@ class ObjectColumns:
         self._chunks = chunks
         """Frame, offset and length of the objects that are one whole shard in one chunk."""
         self._shards: list[tuple[ShardRecord, ...] | None] = [None] * len(rows)
-        """Those of all other objects."""
+        """The shards of all other objects."""
         for row, ref in enumerate(refs):
             if ref is None:
                 where = f"{name}, object {picked[row]}"
@@ -434,7 +437,7 @@ class ObjectColumns:
             refuse(name, "is not stored whole")
         numbers = check_ints(refs, name)
         if len(numbers) % _ONE_CHUNK:
-            refuse(name, "has an odd list of chunks")
+            refuse(name, f"its list of chunks has {len(numbers)} numbers, not 3 for each chunk")
         count, nbytes = len(numbers) // _ONE_CHUNK, spec.itemsize * math.prod(region.sizes)
         if count > max_chunks(nbytes):
             refuse(name, f"has {count} chunks for {nbytes} bytes")
@@ -459,7 +462,7 @@ class ObjectColumns:
         check_ints(offsets, name, count=dimensions)
         check_ints(sizes, name, count=dimensions)
         if any(o + n > m for o, n, m in zip(offsets, sizes, spec.shape, strict=True)):
-            refuse(name, "has a shard that reaches beyond it")
+            refuse(name, "has a shard that reaches beyond the object")
         return Region(tuple(offsets), tuple(sizes))
 
 

@@ -33,7 +33,7 @@ class SectionWriter:
         columns: The objects, a list for each column.
         node_rows: The nodes.
         count: The number of objects and nodes.
-        weight: Rough bytes of JSON.
+        weight: The approximate bytes of its JSON.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 128
 MAX_DIRECTORY_BYTES = 1 << 20
-"""Most bytes of the names of an entry's files."""
+"""Maximum bytes of the directory, which lists the files of an entry."""
 
 _MAGIC = b"penstlog"
 _VERSION = 1
@@ -41,7 +41,7 @@ class EntryHeader:
         world_size: Number of ranks.
         step: The step after which the entry was made.
         session: 16 hexadecimal digits: equal in the entries of all ranks between two restores.
-        directory_bytes: The bytes of the payload that name its files.
+        directory_bytes: The bytes of the directory, at the beginning of the payload.
         payload_bytes: All bytes of the payload.
         payload_digest: xxh3-128 of the payload.
         previous: The digest of the previous header; zeros right after the base.
@@ -111,7 +111,7 @@ def moved_header(header: EntryHeader, base: str, previous: bytes) -> tuple[Entry
     Args:
         header: The header.
         base: The uid of the other checkpoint, which has the same state.
-        previous: The digest of the header before in that log.
+        previous: The digest of the previous header in that log.
     """
     return _sealed(replace(header, base=base, previous=previous))
 
@@ -134,7 +134,7 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
         name: Name of the segment, for messages.
 
     Raises:
-        FormatError: The entry is whole, but of a version that this Penstock does not know.
+        FormatError: The header is whole, but of an unknown version, or beyond the limits of a log.
     """
     end = _FIELDS.size + _DIGEST_BYTES
     if len(data) < HEADER_BYTES or xxhash.xxh3_128_digest(data[: _FIELDS.size]) != bytes(
@@ -165,7 +165,7 @@ def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, t
     at = header.directory_bytes
     for row in check_list(load_json(data, name), name):
         if type(row) is not list or len(row) != 2 or type(row[0]) is not str:  # noqa: PLR2004 - name and length
-            refuse(name, "its directory is no list of names and lengths")
+            refuse(name, "its directory is not a list of names and lengths")
         file, length = row
         if type(length) is not int or length < 0 or file in files:
             refuse(name, f"its directory has a wrong length, or lists {file!r} twice")

@@ -189,7 +189,7 @@ class Relay:
         return future
 
     def offer(self, place: BlobRange, recipients: Iterable[int], data: memoryview) -> Offer:
-        """Offer bytes to recipients; they must stay unchanged until the offer's `left` is empty."""
+        """Offer `data` to recipients; it must stay unchanged until the offer's `left` is empty."""
         with self._changed:
             self._to_come[place] -= 1
             offer = Offer(place, data, {rank for rank in recipients if rank in self._recipients})
@@ -453,7 +453,10 @@ class RelayedStore(DelegatingBackend):
         error = future.exception()
         if error is not None:
             if not isinstance(error, BlobNotFoundError):
-                self._relay.warn(f"bytes that rank {rank} should pass on are read here: {error}")
+                self._relay.warn(
+                    f"rank {rank} did not pass on its bytes, so this rank reads them from the "
+                    f"store: {error}"
+                )
             return False
         with self._lock:
             self._received[_place(request)].append(rank)

@@ -1,9 +1,9 @@
 """Reads batches of frames from a backend, verifies and decodes them, and places their bytes.
 
-A whole raw frame is read into the target's own memory, unless the store is so much faster with huge
-pages that a copy pays. All other bytes pass through a small staging area. Every byte is verified
-before a restore reports success: the blocks of raw frames, and the stored and decoded bytes of
-encoded ones.
+A whole raw frame is read directly into the target's memory, unless reading into huge pages is so
+much faster that it is worth an extra copy. All other bytes pass through a small staging area. Every
+byte is verified before a restore reports success: the blocks of raw frames, and the stored and
+decoded bytes of encoded ones.
 """
 
 from __future__ import annotations

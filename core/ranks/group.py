@@ -285,7 +285,10 @@ class RankGroup:
         return None if data is None else decode(GoPost, data)
 
     def post(self, key: str, value: bytes) -> None:
-        """Post a value of rank 0 for all ranks, on a separate thread; each key only once."""
+        """Post a value of rank 0 for all ranks, on a separate thread.
+
+        Never post to the same key twice, since two posts may arrive in either order.
+        """
         self._send(lambda: self.coordination.post(key, value))
 
     def wait_for_rank_0(self, key: str, what: str) -> bytes:

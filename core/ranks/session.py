@@ -180,7 +180,7 @@ class RankSession(Generic[R]):
         return Answer(self.group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
-        """Wait for `seconds`, or until the engine reports an event."""
+        """Wait `timeout_s`, or until the engine reports an event."""
         with self._changed:
             self._changed.wait_for(lambda: self._told, timeout_s)
             self._told = False

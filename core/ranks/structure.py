@@ -352,7 +352,7 @@ def nothing_in(values: Mapping[str, str]) -> set[str]:
 
 
 def digest_of(values: Mapping[str, str]) -> str:
-    """Return one digest of the digests of values."""
+    """Return one digest for all digests of values."""
     text = json.dumps(sorted(values.items()))
     return blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -517,7 +517,9 @@ def unpack_numbers(text: str | bytes) -> list[int]:
 
 
 def lines_within(nbytes: int, itemsize: int) -> Lines:
-    """Return the positions of a tensor's compared bytes, for every device and memory layout.
+    """Return the positions of the bytes of a tensor that ranks compare.
+
+    They do not depend on its device or memory layout.
 
     Eight equal strides let one strided view cover all lines of a tensor whose byte count is a
     multiple of 64.

@@ -97,8 +97,8 @@ class SaveInterval:
         why: The reason for this interval, in words.
         overhead: The share of the training time that saves, and logs if the run logs, cost the
             training thread.
-        lost_steps: The steps that a crash loses on average: half an interval, and those that are
-            trained until a save is durable. With a log: one, the most.
+        lost_steps: The steps that a crash loses on average: half an interval, plus the steps
+            trained while a save becomes durable. With a log at most one, which is then the value.
         lost_seconds: The same in seconds of training.
     """
 
@@ -129,18 +129,19 @@ class SaveReport(HtmlTable):
             pass.
         straight_bytes: The bytes written directly from live tensors because staging was too small.
         seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` runs
-            from the call of `save` until the checkpoint is durable. `blocked` is the time in which
-            the caller was blocked: all of it in mode `blocking`, else until `save` returned plus
-            the wait at the fence. `plan` covers waiting for an earlier save, describing and
-            planning. `encode` and `write` are the time in which any such work was in flight.
+            from the call of `save` until the checkpoint is durable. `blocked` is the time for
+            which the caller was blocked: in mode `blocking` the whole save, otherwise the call of
+            `save` plus the wait at the fence. `plan` covers waiting for an earlier save,
+            describing and planning. `encode` and `write` are the time in which any such work was in
+            flight.
         tiers: The tiers that had the whole checkpoint at the time of the report, fastest first;
             empty without tiers.
         codecs: The choices of rules with `codecs = "auto"`, one per class of objects.
         ranks: The number of ranks that saved it together. The figures above count only this rank's
             work.
         total: The sum over all ranks.
-        interval: If the run uses `Checkpointer.due`: when the next save is due, and why. On rank 0,
-            which decides it.
+        interval: When the next save is due, and why. Set only on rank 0, which decides it, and only
+            if the run uses `Checkpointer.due`.
     """
 
     step: int

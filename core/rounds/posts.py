@@ -154,7 +154,7 @@ class DrainedPost:
 
 @dataclass(frozen=True, slots=True)
 class DuePost:
-    """Rank 0's promise on the next save.
+    """Rank 0's promise about the next save.
 
     Attributes:
         step: No save is due before this step.
@@ -268,7 +268,7 @@ _FORMS: Mapping[type[Record], tuple[str, int]] = {
     ResultPost: ("a result", POST_BYTES),
     DrainsPost: ("the state of the copies", POST_BYTES),
     DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
-    DuePost: ("a promise on the next save", POST_BYTES),
+    DuePost: ("a promise about the next save", POST_BYTES),
 }
 """The name of each record for messages, and its most bytes."""
 

@@ -113,7 +113,7 @@ def _format_of(path: Path) -> str:
     else:
         msg = f"{path} does not exist, so nothing can be imported from it"
         raise ConfigError(msg)
-    msg = f"{path} is in no known format: name it, as one of {', '.join(FORMATS)} (--format)"
+    msg = f"the format of {path} is not recognized: give it with --format {'|'.join(FORMATS)}"
     raise ConfigError(msg)
 
 

@@ -40,7 +40,10 @@ _ZIP64_BYTES = 20  # of the extra field that `zipfile` adds to a record of any s
 
 
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
-    """Write the selected tree; see `export_checkpoint`. A single state dict is not wrapped."""
+    """Write the selected tree; see `export_checkpoint`.
+
+    If its only entry is a dict, the file holds that dict itself.
+    """
     tree = stream_tree(view, options)
     inner = next(iter(tree.values())) if len(tree) == 1 else None
     tensors = streams_of(tree)

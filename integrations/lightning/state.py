@@ -1,4 +1,4 @@
-"""The state of a trainer besides its model and optimizers, and limits of an exact resume."""
+"""The rest of a trainer's state, without model and optimizers, and what prevents an exact resume."""
 
 from __future__ import annotations
 

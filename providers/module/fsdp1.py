@@ -174,9 +174,8 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
         flat_param = handle.flat_param
         if not state._use_orig_params:  # noqa: SLF001 - see above
             msg = (
-                f"{show_path(path)} is sharded by FSDP1 with use_orig_params=False, which leaves "
-                "optimizers no parameters with names: pass use_orig_params=True, or use "
-                "fully_shard"
+                f"{show_path(path)} is sharded by FSDP1 with use_orig_params=False, so its "
+                "optimizer has no named parameters: pass use_orig_params=True, or use fully_shard"
             )
             raise UnsupportedStateError(msg)
         if any(extension is not None for extension in flat_param._param_extensions):  # noqa: SLF001 - see above

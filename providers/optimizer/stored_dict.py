@@ -403,9 +403,10 @@ def is_flattened(keys: Iterable[object]) -> bool:
 
 
 def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
-    """Group the full keys of state and of options by parameter and the rest of the key.
+    """Return the full keys of the state, and those of the options, by parameter and rest of the key.
 
-    If no option has the parameter's name, the rest is the last part of the key.
+    Names may contain dots. The parameter of a state key is its longest prefix that has options, or
+    else all but the last part of the key.
     """
     state: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}

@@ -115,9 +115,9 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
         _refuse(
             tensor,
             path,
-            f"an inner dimension is cut by strides, which makes its local tensor more than "
-            f"{MAX_REGIONS} rectangles of the whole one. Use what its `.redistribute` returns "
-            "without strides, called on every rank",
+            f"an inner dimension is cut by strides, so its local tensor consists of more than "
+            f"{MAX_REGIONS} rectangles of the whole tensor. Call its `.redistribute` on every "
+            "rank, with placements without strides, and use the result",
         )
     return LocalShard(shape, regions, replica)
 
@@ -266,25 +266,25 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
             _refuse(
                 tensor,
                 path,
-                f"each rank of mesh dimension {m} holds a pending summand of it. Use what its "
-                "`.redistribute` returns with Replicate() or Shard() in place of Partial(), called "
-                "on every rank",
+                f"each rank of mesh dimension {m} holds a pending summand of it. Call its "
+                "`.redistribute` on every rank, with Replicate() or Shard() in place of Partial(), "
+                "and use the result",
             )
         elif type(placement) is not Replicate:
             _refuse(
                 tensor,
                 path,
                 f"Penstock does not know which elements a {type(placement).__qualname__} holds. "
-                "Use what its `.redistribute` returns with Replicate() or Shard(), called on "
-                "every rank",
+                "Call its `.redistribute` on every rank, with Replicate() or Shard(), and use the "
+                "result",
             )
     orders = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 - no other name
     if any(list(each.mesh_dims) != sorted(each.mesh_dims) for each in orders):
         _refuse(
             tensor,
             path,
-            "its dimensions are not cut in the default order. Use what its `.redistribute` returns "
-            "in that order, called on every rank",
+            "its dimensions are not cut in the default order. Call its `.redistribute` on every "
+            "rank to get that order, and use the result",
         )
     return [tuple(each) for each in cuts]
 

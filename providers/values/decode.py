@@ -253,7 +253,10 @@ def _zone(key: str) -> ZoneInfo:
         if not _ZONE.fullmatch(key) or not any(
             pathlib.Path(folder, key).is_file() for folder in folders
         ):
-            msg = f"there is no time zone {key!r} on this machine, nor in a package tzdata"
+            msg = (
+                f"this machine has no time zone {key!r}, and neither has the package tzdata: "
+                "install or upgrade tzdata"
+            )
             raise ValueError(msg)
         return ZoneInfo(key)
 

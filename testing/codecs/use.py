@@ -64,7 +64,7 @@ _SMALL_BYTES = 4096
 
 @in_words
 def check_small_frames_take_little_memory(codec: Codec) -> None:
-    """Check that a small frame of a huge chunk is refused before much memory is allocated.
+    """Check that a small frame that decodes to far too much is refused before much is allocated.
 
     Counts only memory of Python's allocators, which includes most results of C libraries.
     """

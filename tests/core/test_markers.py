@@ -29,7 +29,7 @@ def test_tensor_without_elements_is_whole_everywhere():
 
 def test_inconsistent_arguments_are_refused():
     for arguments, message in [
-        (((4, 3), (3, 0)), "elements 3:5 of dimension 0, which has 4"),
+        (((4, 3), (3, 0)), "elements 3:5 of dimension 0, whose size is 4"),
         (((4, 3), (-1, 0)), "elements -1:1 of dimension 0"),
         (((4, 3), (2,)), "2 dimensions, 1 offsets"),
         (((4,), (2,)), "2 dimensions, 1 offsets and a global shape of 1"),

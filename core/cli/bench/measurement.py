@@ -262,7 +262,8 @@ class _Sweep:
         found: dict[Case, list[Figures]] = {case: [] for case in cases}
         steps: list[int | Case] = [*raw, *cases]
         for number in range(1, rounds):
-            # In another order: each case then finds the store's caches as another case left them.
+            # In another order, so that a case does not always find the store's caches as the same
+            # case left them.
             steps += random.Random(number).sample([*raw, *cases], len(raw) + len(cases))  # noqa: S311
         for done, step in enumerate(steps):
             if self.deadline.is_over() and done > len(raw):  # the default is measured in any case
@@ -488,7 +489,10 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
         # The state and a copy are in memory at once; the store needs a little more than the state.
         least = wanted + wanted // 8
         if 2 * wanted > memory:
-            msg = f"{size_text(wanted)} and a copy do not fit into {size_text(memory)} of memory"
+            msg = (
+                f"a state of {size_text(wanted)} and a copy do not fit into {size_text(memory)} of "
+                "memory: choose a smaller --size"
+            )
             raise ConfigError(msg)
         if free is None or least <= free:
             return wanted

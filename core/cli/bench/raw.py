@@ -42,7 +42,7 @@ class Speed:
     Attributes:
         bytes: The number of bytes written and read.
         write_s: The seconds until the bytes were durable.
-        read_s: The seconds of reading, past the page cache if the store allows that.
+        read_s: The seconds of reading, without the page cache if the store can bypass it.
         same: Whether the bytes read equal the bytes written; True if they were not compared.
     """
 
@@ -72,7 +72,7 @@ def measure(
 
     Args:
         backend: The store.
-        limit_bytes: The most bytes to write.
+        limit_bytes: Maximum bytes to write.
         root: The folder of a local store, to drop the blob from the page cache.
         stuck_s: The seconds after which the store counts as stuck; None waits forever.
 
@@ -169,7 +169,7 @@ class _Loop(ABC):
     def read(self, size: int) -> tuple[float, bool]:
         """Read the blob back; return the seconds of the reads alone, and whether the bytes match.
 
-        If they match, the memory is unchanged.
+        If they match, the loop's memory holds the written bytes again, for the next write.
         """
         if self._root is not None:
             drop_cache(self._root / self._name)
@@ -244,7 +244,7 @@ class _FileLoop(_Loop):
                 for at, part in self._parts(done, size):
                     written = os.pwrite(fd, part, at)
                     if written != part.nbytes:
-                        msg = f"{path}: {written} of {part.nbytes} bytes were written; is it full?"
+                        msg = f"{path}: wrote {written} of {part.nbytes} bytes; is the disk full?"
                         raise StorageError(msg)
                     done += written
             os.fsync(fd)

@@ -48,36 +48,36 @@ class Below(DelegatingBackend):
         self._prefix = prefix
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """As the contract says."""
+        """See `Backend.create`."""
         return super().create(self._prefix + name, size_hint=size_hint)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """As the contract says."""
+        """See `Backend.read`."""
         super().read(self._renamed(requests))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """As the contract says."""
+        """See `Backend.submit_read`."""
         return super().submit_read(self._renamed(requests))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """As the contract says."""
+        """See `Backend.read_record`."""
         return super().read_record(self._prefix + name, limit_bytes=limit_bytes)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """As the contract says."""
+        """See `Backend.publish`."""
         super().publish(self._prefix + name, data, exclusive=exclusive)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """As the contract says."""
+        """See `Backend.list`."""
         found = super().list(self._prefix + prefix)
         return [replace(info, name=info.name.removeprefix(self._prefix)) for info in found]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """As the contract says."""
+        """See `Backend.stat`."""
         return replace(super().stat(self._prefix + name), name=name)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """As the contract says."""
+        """See `Backend.delete`."""
         super().delete([self._prefix + name for name in names])
 
     def sweep(self, before_s: float, /) -> None:

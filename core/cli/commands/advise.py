@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import SaveInterval
 
 _NEWEST = 9
-"""The newest saves, whose median counts: a store, or a state, changes."""
+"""The number of newest saves to take medians of. Older ones may be of another store or state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,15 @@ def advise(
     ] = None,
     overhead: Annotated[
         float | None,
-        typer.Option(help="Largest share of the time for saves; default: 0.01."),
+        typer.Option(help="Largest share of the time that saves may take; default: 0.01."),
     ] = None,
     step_s: Annotated[float | None, typer.Option(min=0, help="Seconds of a step.")] = None,
     blocked_s: Annotated[
         float | None, typer.Option(min=0, help="Seconds for which a save blocks training.")
     ] = None,
     log_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds for which logging a step blocks it.")
+        float | None,
+        typer.Option(min=0, help="Seconds for which logging a step blocks training."),
     ] = None,
     events: Annotated[
         list[str] | None,
@@ -70,8 +71,8 @@ def advise(
 ) -> None:
     """Compute how often a run should save, and what a crash then loses.
 
-    As `schedule.every = "auto"` does while a run trains. Uses the times of the checkpoints, and of
-    events if there are files of them. Options replace what the run has.
+    The rule is that of `schedule.every = "auto"` in a training run. Takes the times from the
+    checkpoints of the run, and from --events. Options replace them.
 
     Examples:
       penstock advise runs/gpt --mtbf 3h --blocked-s 0.04
@@ -110,7 +111,10 @@ def advise(
         origin = inputs[key].origin
         print_line(f"{text} {duration_text(inputs[key].seconds)}: {origin}")
     if schedule.mtbf_s is None:
-        print_line("these are the shortest intervals; with --mtbf they fit the failures of the job")
+        print_line(
+            "these are the shortest intervals that the overhead allows; pass --mtbf to fit them to "
+            "the failures of the job"
+        )
 
 
 def _lost(steps: float) -> str:
@@ -121,7 +125,7 @@ _TEXTS = {
     "step_s": "a step takes",
     "blocked_s": "a save blocks training for",
     "duration_s": "a save is durable after",
-    "log_s": "logging a step blocks it for",
+    "log_s": "logging a step blocks training for",
 }
 
 _COLUMNS: tuple[Column[tuple[str, SaveInterval]], ...] = (
@@ -140,7 +144,7 @@ _COLUMNS: tuple[Column[tuple[str, SaveInterval]], ...] = (
 
 
 def _inputs(url: str, events: Sequence[str]) -> tuple[str, dict[str, Input]]:
-    """Return the URL of a run, and the times that it and its events have."""
+    """Return the URL of a run, and the times found in it and in its events."""
     reported, _ = read_events(events)
     newest = list(reported.values())[-_NEWEST:]
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:

@@ -54,7 +54,7 @@ _Rounds = Annotated[int, typer.Option(metavar="N", min=1, help="How often to mea
 _Seconds = Annotated[
     float,
     typer.Option(
-        "--seconds", metavar="TIME", parser=time_of, help="Begin no further case after this."
+        "--seconds", metavar="TIME", parser=time_of, help="Begin no further case after this time."
     ),
 ]
 
@@ -174,7 +174,7 @@ def _print(report: Report) -> None:
         lines.append(_Line(title, found.save_bytes_per_s, found.restore_bytes_per_s, found))
     print_table(_columns(*raw_limits(report)), lines)
     counts = sorted({len(row.rounds) for row in report.rows})
-    rounds = counted(counts[-1], "round") + (f", of some {counts[0]}" if counts[1:] else "")
+    rounds = counted(counts[-1], "round") + (f" (some cases: {counts[0]})" if counts[1:] else "")
     print_line(f"medians of {rounds}; PARTIAL: reading 1 MiB; CORES: busy in a save / a restore")
     if not report.rows[1:]:
         print_line("there was no time to measure other options: raise --seconds")
@@ -216,8 +216,8 @@ def _read(path: Path, url: str) -> Report:
         raise ConfigError(msg) from error
     except ValidationError as error:
         odd = sorted({str(one["loc"][0]) for one in error.errors() if one["loc"]})
-        why = f"missing or wrong are {', '.join(odd)}" if odd else "it is not JSON"
-        msg = f"{path} does not hold what `penstock bench --json` prints: {why}"
+        why = f"missing or wrong: {', '.join(odd)}" if odd else "it is not JSON"
+        msg = f"{path} is not the output of `penstock bench --json`: {why}"
         raise ConfigError(msg) from error
     with closing(open_backend(backend_of(url))) as backend:
         if backend.url != report.url:
@@ -241,11 +241,11 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
         lines.append("# No option was measured twice, so none is set: raise --seconds.")
     elif not found:
         shown = ", ".join(twice)
-        lines.append(f"# None of these was better by more than {NOISE:.0%} and the noise: {shown}.")
+        lines.append(f"# None of these was better by more than {NOISE:.0%} and noise: {shown}.")
     for choice in found:
         row, gains = choice.row, choice.gains
         times = ", ".join(f"{work} {gain:.2f}" for work, gain in gains.items())
-        lines += ["", f"# {label_of(row.option, row.value)}, times as fast as the default: {times}"]
+        lines += ["", f"# {label_of(row.option, row.value)}; speed relative to default: {times}"]
         if row.kind == "engine":
             lines.append(f"{row.option} = {_toml(row.value)}")
     changes = {c.row.option: c.row.value for c in found if c.row.kind == "backend" and c.row.option}

@@ -117,7 +117,7 @@ def _compact(
         except CheckpointGoneError:
             continue  # already deleted, so not a failure
         except KeyboardInterrupt:
-            warn(f"interrupted; step {record.step} is unchanged, or compacted")
+            warn(f"interrupted; step {record.step} is either unchanged or compacted")
             raise
         except PenstockError as error:
             failed[record.step] = str(error)

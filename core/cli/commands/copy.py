@@ -259,7 +259,7 @@ def _copied(copier: _Copier, step: str, *, quiet: bool) -> list[Copied]:
 
 
 def _check_two_runs(source: Backend, target: Backend, *, anew: bool) -> None:
-    # Copying a run onto itself byte for byte does nothing; encoding it again does.
+    # Copying a run onto itself byte for byte would change nothing; encoding it again is useful.
     if same_place(source, target) and not anew:
         both = "" if source.url == target.url else f" and {target.url}"
         msg = (
@@ -432,7 +432,7 @@ def _print(copied: Copied, *, latest: bool) -> None:
     )
     if copied.rounded_by:
         print_line(
-            f"values that {', '.join(copied.rounded_by)} (lossy) had rounded were copied as rounded"
+            f"values that {', '.join(copied.rounded_by)} (lossy) had rounded are copied rounded"
         )
     _print_log(copied)
 
@@ -442,7 +442,7 @@ def _print_log(copied: Copied) -> None:
         entries = "1 entry" if copied.entries_copied == 1 else f"{copied.entries_copied} entries"
         print_line(f"{entries} of its log copied", style="green")
     if copied.log_left_out:
-        print_line(f"its log is not all copied: {copied.log_left_out}", style="yellow")
+        print_line(f"not all of its log is copied: {copied.log_left_out}", style="yellow")
 
 
 def _print_sum(done: Sequence[Copied]) -> None:

@@ -59,7 +59,8 @@ def delete(
         bool,
         typer.Option(
             "--force",
-            help="Also delete pinned ones, those with unreadable notes, and the last whole one.",
+            help="Delete even pinned checkpoints, those with unreadable notes, and the last whole "
+            "checkpoint.",
         ),
     ] = False,
     tier: Annotated[
@@ -330,8 +331,8 @@ def _ask_to_prune(
     if everything:
         attempts = counted(len(report.uids), "attempt")
         question = (
-            f"The data of {attempts} will be deleted, although its commit records may still come "
-            f"if the run was copied. Prune {backend.url}"
+            f"The data of {attempts} will be deleted. If the run is a copy in flight, their commit "
+            f"records may still arrive. Prune {backend.url}"
         )
         ask(question, yes=yes)
     elif grace_s < GRACE_S:
@@ -345,7 +346,7 @@ def _ask_to_prune(
 def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) -> None:
     if report.refused:
         no_record = bool(report.unrecorded)
-        why = "without a single commit record" if no_record else "while a record cannot be read"
+        why = "while there is no commit record" if no_record else "while a record cannot be read"
         print_line(f"nothing is deleted {why}:", style="bold red")
         for problem in report.refused:
             print_line(f"  {problem}")
@@ -354,7 +355,7 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
         return
     if report.unrecorded:
         print_line(
-            f"kept, since only the commit record is missing, which may still come: "
+            f"kept, since only the commit record is missing and may still arrive: "
             f"{counted(len(report.unrecorded), 'attempt')}; prunable after a later checkpoint, or "
             "with --all"
         )

@@ -58,14 +58,14 @@ def diff(
     url_b: Annotated[str | None, root("B", "another run", show_default="the same run")] = None,
     *,
     step_a: Annotated[
-        int | None, which_step(" of A", "latest; of one run, the one before B's")
+        int | None, which_step(" of A", "latest; within one run, the step before B's")
     ] = None,
     step_b: Annotated[int | None, which_step(" of B")] = None,
     include: Include = None,
     exclude: Exclude = None,
     norms: Annotated[
         bool,
-        typer.Option("--norms", help="Read tensors that differ, and measure how far."),
+        typer.Option("--norms", help="Read tensors that differ, and measure by how much."),
     ] = False,
     as_json: Json = False,
 ) -> bool:
@@ -154,7 +154,7 @@ def _print(
         print_line(f"{name}: step {side.step} of {side.backend.url}")
         if codecs:
             print_line(
-                f"   values that {', '.join(codecs)} (lossy) rounded are compared as rounded"
+                f"   values that {', '.join(codecs)} (lossy) had rounded are compared rounded"
             )
     read = f", {size_text(found.bytes_read)} read"
     if found.same:
@@ -166,8 +166,8 @@ def _print(
     objects = [c for c in found.changes if c.what not in {"container", "metadata"}]
     alone = sum(c.what in {"only_a", "only_b"} for c in objects)
     print_line(
-        f"{len(objects) - alone} of {found.compared} objects that both have differ, "
-        f"{alone} are in one only{read}"
+        f"{len(objects) - alone} of {found.compared} objects in both differ, "
+        f"{alone} are in only one of them{read}"
     )
 
 

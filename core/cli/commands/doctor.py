@@ -66,8 +66,8 @@ _ON_NETWORK = "a network file system: mount it `hard`; a local disk saves faster
 _NOT_A_DISK = {
     "tmpfs": _IN_MEMORY,
     "ramfs": _IN_MEMORY,
-    "overlay": "a container layer, slow and deleted with it: mount a volume for checkpoints",
-    "9p": "a folder shared with a virtual machine, slow, with a weak fsync: use its own disk",
+    "overlay": "a layer of a container, slow, and deleted with it: mount a volume for checkpoints",
+    "9p": "a folder of a virtual machine's host, slow, with a weak fsync: use the machine's disk",
     "nfs": _ON_NETWORK,
     "nfs4": _ON_NETWORK,
     "cifs": "a network file system without POSIX links: exclusive publishing may not work",
@@ -373,7 +373,7 @@ def _open_files() -> Check:
     if soft is not None and soft < _FILES_WANTED:
         room = hard is None or hard >= _FILES_WANTED
         where = "ulimit -n" if room else "ulimit -n, as root or in limits.conf"
-        advice = f"raise it to {_FILES_WANTED} or more ({where}): data loaders open many too"
+        advice = f"raise it to {_FILES_WANTED} or more ({where}): data loaders open many files too"
         return Check("open files", "warn", found, advice, values)
     return Check("open files", "ok", found, values=values)
 
@@ -525,7 +525,7 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
         found += f"; logs of {size_text(logs_bytes)}"
     free_bytes = size if root is None else shutil.disk_usage(root).free
     if free_bytes < size:
-        advice = "make room, or keep fewer checkpoints (`retention`): another does not fit"
+        advice = "make room, or keep fewer checkpoints (`retention`): another one does not fit"
         found += f"; only {size_text(free_bytes)} are free"
         return Check("checkpoints", "warn", found, advice, values)
     return Check("checkpoints", "ok", found, values=values)

@@ -110,8 +110,9 @@ def drain(
 ) -> bool:
     r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does this in the background; use the command if none will. Leaves out
-    checkpoints that such a process is copying. Exits with 1 if a checkpoint is still pending.
+    A process that saves there does this in the background; use the command if no such process will
+    run. Leaves out checkpoints that such a process is copying. Exits with 1 if a checkpoint is
+    still pending.
 
     Examples:
       penstock drain penstock.toml
@@ -263,7 +264,7 @@ def _print(outcome: DrainOutcome) -> None:
         print_line(f"copied {counted(len(done), 'checkpoint')}, {size_text(sum(done.values()))}")
     for step, (here, there) in outcome.in_the_way.items():
         print_line(
-            f"step {step} is another checkpoint in tier {there}: `penstock delete URL {step} "
+            f"step {step} is a different checkpoint in tier {there}: `penstock delete URL {step} "
             f"--tier {here}` deletes the waiting one; `--tier {there}` deletes the other one, "
             "and `penstock drain` then copies the waiting one",
             style="yellow",

@@ -42,7 +42,7 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
     for text in texts or ():
         old, equals, new = text.partition("=")
         if not equals or old in found:
-            msg = f"--rename: {text!r} is not OLD=NEW, or renames the same again"
+            msg = f"--rename: {text!r} is not OLD=NEW, or an earlier --rename has the same OLD"
             raise typer.BadParameter(msg)
         found[old] = new
     return found or None
@@ -68,7 +68,7 @@ def export(  # noqa: PLR0913 - its options
         typer.Option(
             metavar="SIZE",
             parser=size_of,
-            help="The most bytes in one safetensors file.",
+            help="Maximum bytes in one safetensors file.",
             show_default="5GB",
         ),
     ] = 5 * 10**9,
@@ -128,9 +128,9 @@ def export(  # noqa: PLR0913 - its options
         style="green",
     )
     if logged is not None:
-        print_line(f"its log, to step {logged}, is left out: only saved steps are exported")
+        print_line(f"its log, up to step {logged}, is left out: only saved steps are exported")
     for left_out, owner in report.tied.items():
-        print_line(f"{left_out} is tied to {owner}, and left out (--keep-tied)")
+        print_line(f"{left_out} is tied to {owner}, and left out; --keep-tied writes it too")
 
 
 @command("import")
@@ -155,7 +155,7 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Name the parameters of optimizers by this path or file."
+            metavar="MODEL", help="Source of optimizers' parameter names: a path, file or run."
         ),
     ] = None,
     overwrite: Annotated[

@@ -170,7 +170,9 @@ def ls(
             print_line(f"step {one.step}: {one.error}", style="red")
     if newest is not None and logged is not None:
         more = counted(len(logged), "step")
-        print_line(f"step {logged[-1]} is logged: a restore replays {newest.step} + {more}")
+        print_line(
+            f"step {logged[-1]} is logged: a restore loads step {newest.step} and replays {more}"
+        )
     elif log_error:
         print_line(log_error, style="red")
     _print_unrecorded(waiting)
@@ -224,7 +226,7 @@ def free_by_compacting(url: str) -> str:
     """Return advice on how to free kept data; `url` is as the user gave it."""
     # Not "frees that": independent checkpoints may take more than the data kept for them, most of
     # all if `share` has stored something once for many steps.
-    return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size without that"
+    return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size after compacting"
 
 
 def _columns(
@@ -307,9 +309,9 @@ def _print_unrecorded(waiting: dict[str, int]) -> None:
     shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
     print_line(
         f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
-        f"{'s' if len(waiting) == 1 else ''} only the commit record: a save under way, one that "
-        "broke off at its end, or a run that was copied without its folder `commits`: then copy "
-        "its files too",
+        f"{'s' if len(waiting) == 1 else ''} only the commit record: the save is under way, or it "
+        "broke off at its end, or the run was copied without its folder `commits`, whose files "
+        "must then be copied too",
         style="yellow",
     )
 

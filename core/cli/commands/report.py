@@ -52,7 +52,7 @@ Chart = dict[str, Any]
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
-_LEAST_PART = 1 / 1000  # of the whole: smaller boxes are just a line, and may be millions
+_LEAST_PART = 1 / 1000  # of the whole: a smaller box is just a line, and there may be millions
 _ROWS = 500  # of the table of checkpoints; the newest ones
 _TITLES = (
     "step",
@@ -226,8 +226,8 @@ def _about_times(facts: RunFacts) -> str:
         f"Events give the blocked time and the background time for {reported} of "
         f"{counted(len(records), 'checkpoint')}. "
         if reported
-        else "Checkpoints do not store how long saves blocked training: give a file of events "
-        "(JsonLinesSink) by --events to see it. "
+        else "Checkpoints do not store how long saves blocked training: to see it, pass a file of "
+        "events (JsonLinesSink) with --events. "
     )
     if reported < len(records):
         text += (
@@ -236,7 +236,7 @@ def _about_times(facts: RunFacts) -> str:
             "tiers. Copied checkpoints have none. "
         )
     if facts.unread:
-        text += f"{counted(facts.unread, 'line')} of the files of events could not be read."
+        text += f"{counted(facts.unread, 'line')} of the event files could not be read."
     return text
 
 
@@ -286,7 +286,7 @@ class SaveTimes:
     Attributes:
         blocked_s: The time for which training was blocked.
         total_s: From the call until the checkpoint was durable.
-        step_s: A step of training, if the run used `Checkpointer.due`.
+        step_s: The duration of a training step; None if the run did not use `Checkpointer.due`.
     """
 
     blocked_s: float
@@ -482,7 +482,7 @@ def save_times(facts: RunFacts) -> Chart:
         traces.append(_bars("in the background", steps, background, _BLUE))
     if unreported:
         only = [str(record.step) for record in unreported]
-        traces.append(_bars("begin of writing to commit", only, writing, _GREY))
+        traces.append(_bars("start of writing to commit", only, writing, _GREY))
     for trace in traces:
         trace["hovertemplate"] = "step %{x}: %{y:.3g} s"
     order = {"categoryorder": "array", "categoryarray": [str(record.step) for record in records]}

@@ -88,7 +88,7 @@ class Shown:
             of the slab.
         bytes_borrowed: Its bytes in the blobs of other saves: shared frames, and frames that its
             own are encoded against.
-        links: The number of frames of other chunks that its deepest frame needs.
+        links: The number of other frames that decoding its deepest frame needs.
         stats: Statistics of its values, if requested and computable.
         rounding: Its lossy codecs, and those that may be lossy.
     """
@@ -159,7 +159,8 @@ def show(  # noqa: PLR0913 - its options
     segment), `**` (any number), `?`, `[..]`; a bare prefix selects everything below it.
 
     STORED is an object's size without the gaps between objects; `penstock ls` includes the gaps.
-    RATIO is BYTES over STORED. BORROWED is the data that it needs from other checkpoints' blobs.
+    RATIO is BYTES over STORED. BORROWED is the data that an object needs from other checkpoints'
+    blobs.
 
     Examples:
       penstock show runs/gpt --depth 1
@@ -403,7 +404,7 @@ def _print_sum(record: CommitRecord, shown: list[Shown]) -> None:
     if whole.bytes_borrowed:
         text += f", {size_text(whole.bytes_borrowed)} borrowed"
     blobs = size_text(record.bytes_stored)
-    # `ls` prints the size of the blobs, and so another ratio.
+    # `ls` computes the ratio from the size of the blobs, so it prints another ratio.
     if len(shown) == record.objects and blobs != stored:
         ratio = ratio_text(record.bytes_raw, record.bytes_stored)
         text += f"; its blobs take {blobs} ({ratio}), including alignment gaps"
@@ -423,7 +424,7 @@ def _print_rounding(shown: list[Shown]) -> None:
     unknown = sorted({name for one in shown for name in one.rounding.unknown})
     if unknown:
         print_line(
-            f"{', '.join(unknown)} may be lossy: not installed, so not known",
+            f"{', '.join(unknown)} may be lossy: unknown, since it is not installed",
             style="yellow",
         )
 
@@ -485,7 +486,7 @@ class Link:
 
 
 def depth_of(record: ObjectRecord) -> int:
-    """Return the number of other frames that the deepest frame of an object needs."""
+    """Return the number of other frames that decoding an object's deepest frame needs."""
     return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
@@ -529,7 +530,7 @@ def print_chain(links: Sequence[Link], age: int | None) -> None:
     """
     total = size_text(sum(link.bytes_read for link in links))
     kind = "it borrows blobs" if age is None else f"{counted(age, 'save')} after one without a base"
-    print_line(f"{kind}; a restore reads {total} of {counted(len(links), 'checkpoint')}")
+    print_line(f"{kind}; a restore reads {total} from {counted(len(links), 'checkpoint')}")
     print_line("")
     columns: tuple[Column[Link], ...] = (
         Column("CHAIN", partial(_lender_cell, first=links[0]), flexible=True),

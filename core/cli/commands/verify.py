@@ -66,8 +66,9 @@ def verify(
 ) -> bool:
     """Compare every checksum of a checkpoint; exit with 1 if anything is damaged.
 
-    Lists all damage by the path of the object or the name of the record. With tiers, verifies the
-    copy in each tier. With --repair, 1 means that damage is left.
+    Also exits with 1 if a codec is not installed, so that not everything can be decoded. Lists all
+    damage by the path of the object or the name of the record. With tiers, verifies the copy in
+    each tier. With --repair, 1 means that damage is left.
 
     Examples:
       penstock verify runs/gpt
@@ -166,8 +167,8 @@ def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None
     _print_verdict(report, url, listed_uids)
     if report.lossy:
         print_line(
-            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; the save rounded "
-            "values with these, and whole means that they still decode to the rounded values"
+            f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; they rounded values "
+            "during the save, and whole means that these still decode to the rounded values"
         )
     for torn in report.torn_logs:
         print_line(

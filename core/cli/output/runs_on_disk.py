@@ -84,7 +84,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def run_around(folder: Path) -> Path | None:
-    """Return the root of the run that has `folder` in it, such as `commits`; None if none has."""
+    """Return the root of the run that contains `folder` (such as `commits`); None if none does."""
     return next(
         (
             parent

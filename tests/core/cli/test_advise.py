@@ -54,7 +54,7 @@ def test_table_and_origins_are_printed(call, run):
     assert "Young's interval for an MTBF of 3 h" in lines[1]
     assert "at most 1 step (1 s)" in lines[2]
     assert "a save is durable after 1 s: median of 5 saves, in whole seconds" in lines
-    assert "logging a step blocks it for 2 ms: given" in lines
+    assert "logging a step blocks training for 2 ms: given" in lines
     assert not done.err
 
 

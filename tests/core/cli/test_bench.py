@@ -270,7 +270,7 @@ def test_tune_sets_better_options_and_says_why(call, measured, tmp_path):
         ([], "No option was measured twice, so none is set: raise --seconds."),
         (
             [row("engine", "workers", 1, *[figures(104)] * 3)],
-            "None of these was better by more than 5% and the noise: workers = 1.",
+            "None of these was better by more than 5% and noise: workers = 1.",
         ),
         (  # one round does not show the noise
             [row("engine", "workers", 1, figures(500))],
@@ -314,7 +314,7 @@ def test_tune_refuses_input_not_from_bench(call, measured, tmp_path):
     other = call("tune", f"posix://{tmp_path}/other", "--from", file)
     assert (other.code, other.out) == (1, "")
     assert f"measurements of file://{tmp_path}/run, not of" in other.err
-    for text, why in [("{}", "missing or wrong are .*url"), ("x", "it is not JSON")]:
+    for text, why in [("{}", "missing or wrong: .*url"), ("x", "it is not JSON")]:
         file.write_text(text)
         printed = call("tune", f"posix://{tmp_path}/run", "--from", file).err
         assert re.search(rf"`penstock bench --json` prints: {why}", printed)

@@ -35,7 +35,7 @@ def test_ls_shows_the_base_of_each_checkpoint_and_what_it_needs(call, chained):
     assert columns(rows[0])[6] == columns(rows[0])[7]
     assert re.fullmatch(
         r"[\d.]+ KiB of 1 deleted or replaced checkpoint is kept, since step 3 needs it; "
-        rf"`penstock compact {chained} --dry-run` shows the run's size without that",
+        rf"`penstock compact {chained} --dry-run` shows the run's size after compacting",
         kept,
     )
 

@@ -44,7 +44,7 @@ def test_two_newest_of_one_run_are_compared_by_default(call, run):
     assert ["model/w", "bytes", "float32", "6000", "float32", "6000"] in lines(done)
     assert ["epoch", "value", "2", "4"] in lines(done)
     assert ["loss", "metadata", "0.5", "0.25"] in lines(done)
-    assert "2 of 4 objects that both have differ, 0 are in one only" in done.out
+    assert "2 of 4 objects in both differ, 0 are in only one of them" in done.out
 
 
 def test_steps_are_chosen(call, run, other_run):

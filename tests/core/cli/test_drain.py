@@ -134,7 +134,8 @@ def test_a_conflicting_checkpoint_is_reported_with_a_remedy(call, run):
     done = call("drain", run.url)
     assert done.code == 1
     printed = " ".join(done.out.split())
-    assert "step 1 is another checkpoint in tier durable: `penstock delete URL 1 --tier" in printed
+    text = "step 1 is a different checkpoint in tier durable: `penstock delete URL 1 --tier"
+    assert text in printed
     assert "still to be copied: steps 1, once the cause is removed" in printed
     assert "the same command continues" not in printed
 

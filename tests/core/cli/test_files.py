@@ -31,7 +31,7 @@ def test_export_takes_all_options(call, run, tmp_path):
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines() == [
         f"step 7 is exported to {tmp_path}/o: 1 tensor, 12 B in 2 files",
-        "head is tied to embed, and left out (--keep-tied)",
+        "head is tied to embed, and left out; --keep-tied writes it too",
     ]
     found = load_file(tmp_path / "o" / "model.safetensors")
     assert found.keys() == {"embed"}

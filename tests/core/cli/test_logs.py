@@ -65,7 +65,7 @@ def restored(root, step="latest"):
 
 def test_ls_shows_the_logged_steps_and_the_sizes_of_logs(call, logged):
     done = call("ls", logged)
-    assert "step 8 is logged: a restore replays 3 + 5 steps" in done.out
+    assert "step 8 is logged: a restore loads step 3 and replays 5 steps" in done.out
     assert "LOG" in done.out.splitlines()[0]
     listed = call("ls", logged, "--json").json
     sizes = [sum(path.stat().st_size for path in segments(logged, step)) for step in (0, BASE)]
@@ -283,7 +283,7 @@ def test_entries_before_damage_are_copied(call, logged, tmp_path, number):
     entry = entries(logged)[number]
     flip(segments(logged)[0], entry.offset + 2000)
     done = call("copy", logged, tmp_path / "copy")
-    assert f"its log is not all copied: the entry of step {4 + number} at byte" in done.out
+    assert f"not all of its log is copied: the entry of step {4 + number} at byte" in done.out
     assert restored(tmp_path / "copy")[0] == BASE + number
     assert call("verify", tmp_path / "copy").code == 0
 
@@ -304,7 +304,7 @@ def test_copy_replaces_no_log_that_a_run_at_the_target_has_continued(call, logge
 
 def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp_path):
     done = call("copy", logged, tmp_path / "part", "--include", "model")
-    assert "its log is not all copied: only a part of the checkpoint was copied" in done.out
+    assert "not all of its log is copied: only a part of the checkpoint was copied" in done.out
     model = torch.nn.Linear(100, 64)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with penstock.Checkpointer(tmp_path / "large") as ckpt:
@@ -316,10 +316,10 @@ def test_copy_that_may_not_restore_to_the_same_bits_has_no_log(call, logged, tmp
     rules.write_text('[[rules]]\nmatch = "model/**"\ncodecs = ["cast"]\n')
     done = call("copy", tmp_path / "large", tmp_path / "rounded", "--rules", rules)
     assert not done.err
-    assert "its log is not all copied: codecs of the copy may round values" in done.out
+    assert "not all of its log is copied: codecs of the copy may round values" in done.out
     tiers = f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable"
     done = call("copy", logged, tiers)
-    assert "its log is not all copied: the log of a run with tiers is not copied" in done.out
+    assert "not all of its log is copied: the log of a run with tiers is not copied" in done.out
     assert len([*tmp_path.glob("*/data/*/log/*")]) == 3  # of the two runs
 
 
@@ -343,7 +343,7 @@ def test_commands_on_a_logged_step_say_what_to_do(call, logged, tmp_path):
 
 def test_export_says_that_it_leaves_the_log_out(call, logged, tmp_path):
     done = call("export", logged, tmp_path / "files", "--to", "safetensors")
-    assert "its log, to step 8, is left out: only saved steps are exported" in done.out
+    assert "its log, up to step 8, is left out: only saved steps are exported" in done.out
 
 
 def test_doctor_counts_the_bytes_of_logs(call, logged):

@@ -70,7 +70,7 @@ def test_show_reports_no_details_of_a_codec_that_is_not_installed(call, run_of_a
     assert {one["path"]: one["lossless"] for one in found} == {"w": None, "b": True}
     shown = call("show", run_of_an_absent_codec, "--flat").out
     assert " own(?) " in shown
-    assert "own may be lossy: not installed, so not known" in shown
+    assert "own may be lossy: unknown, since it is not installed" in shown
 
 
 @pytest.mark.parametrize("how", ["--deep", "--quick"])
@@ -79,7 +79,7 @@ def test_verify_explains_whole_for_rounded_values(call, run, how):
     assert found.code == 0
     text = " ".join(found.out.split())
     assert "step 2 is whole" in text
-    assert "lossy codecs in step 2: cast; the save rounded values with these" in text
+    assert "lossy codecs in step 2: cast; they rounded values during the save" in text
     assert call("verify", run, how, "--json").json["reports"][0]["lossy"] == ["cast"]
 
 
@@ -92,7 +92,7 @@ def test_verify_by_code_names_lossy_codecs(run, tmp_path):
 
 
 def test_diff_reports_comparing_rounded_values(call, run):
-    sentence = "values that cast (lossy) rounded are compared as rounded"
+    sentence = "values that cast (lossy) had rounded are compared rounded"
     assert call("diff", run).out.count(sentence) == 2
     found = call("diff", run, "--json").json
     assert (found["a"]["lossy"], found["b"]["lossy"]) == (["cast"], ["cast"])
@@ -103,7 +103,7 @@ def test_diff_reports_comparing_rounded_values(call, run):
 
 @pytest.mark.parametrize("how", [["--raw"], ["--codec", "zstd"], ["--include", "rounded"]])
 def test_copy_reports_copying_rounded_values(call, run, tmp_path, how):
-    sentence = "values that cast (lossy) had rounded were copied as rounded"
+    sentence = "values that cast (lossy) had rounded are copied rounded"
     done = call("copy", run, tmp_path / "to", *how)
     assert sentence in " ".join(done.out.split())
     again = call("copy", run, tmp_path / "to", *how, "--overwrite", "--json").json

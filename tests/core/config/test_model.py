@@ -68,7 +68,7 @@ def test_mapping_becomes_a_configuration():
 def test_wrong_values_are_reported_by_place():
     for changes, line in [
         ({"mod": "lazy"}, "mod: unknown key; did you mean mode?"),
-        ({"zzz": 1}, "zzz: unknown key; known are allow_pickle, backend"),
+        ({"zzz": 1}, "zzz: unknown key; known names: allow_pickle, backend"),
         ({"retention": {"keep_lats": 1}}, "retention.keep_lats: unknown key; did you mean keep_l"),
         (
             {"rules": [{"match": "a", "codecs": [], "macth": "b"}]},
@@ -121,7 +121,7 @@ def test_wrong_values_are_reported_by_place():
         ),
         (
             {"rules": [{"match": "a", "codecs": ["zstd", "auto"]}]},
-            'rules[0].codecs: "auto" must not be in a list: codecs = "auto"',
+            'rules[0].codecs: "auto" must not be in a list: write codecs = "auto"',
         ),
     ]:
         with pytest.raises(ConfigError) as caught:
@@ -308,7 +308,7 @@ def test_wrong_spec_is_refused(opened):
         ("s3://", ConfigError, "url: it should be s3://bucket/folder"),
         ("s3://key:word@bucket/run", ConfigError, "credentials do not belong in the URL"),
         ("s3://bucket/run?secret=word", ConfigError, "s3://bucket/run: secret: credentials"),
-        ("nope://b/run", ConfigError, "install the package that provides it; known are "),
+        ("nope://b/run", ConfigError, "install the package that provides it; known names: "),
         ("posx:///a", ConfigError, "did you mean posix?"),
         ("my_store://h/run", ConfigError, "my_store:// does not begin a URL: a scheme has letters"),
         ("7z:///a", ConfigError, "write ./7z:/... for a folder"),

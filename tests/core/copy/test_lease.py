@@ -22,7 +22,7 @@ def test_second_copy_waits_for_the_first_and_learns_what_it_sealed():
     assert not second.is_abandoned()
     first.take()
     first.seal("one")
-    with pytest.raises(BusyError, match="already copies this checkpoint"):
+    with pytest.raises(BusyError, match="already copying this checkpoint"):
         second.take()
     first.release()
     assert second.is_abandoned()

@@ -55,9 +55,9 @@ def test_invalid_notes_are_refused(data):
 
 def test_too_long_note_is_neither_written_nor_read():
     long = {"text": "x" * NOTE_LIMIT_BYTES}
-    with pytest.raises(FormatError, match="a reader accepts 65536"):
+    with pytest.raises(FormatError, match="a reader accepts at most 65536"):
         encode_note(replace(NOTE, metadata=long))
-    with pytest.raises(FormatError, match="a reader accepts 65536"):
+    with pytest.raises(FormatError, match="a reader accepts at most 65536"):
         decode_note(seal(BODY | {"metadata": long}), NOTE.name)
 
 

@@ -165,7 +165,7 @@ def test_another_checkpoint_of_the_same_step_is_refused(runs):
     with runs[1].open() as ckpt:
         ckpt.save(state_of(7), 200, mode="blocking", overwrite=True)
     results = restore_all(runs, latest)
-    assert "is another checkpoint here than on rank 0" in str(results[1])
+    assert "is not the checkpoint that rank 0 sees" in str(results[1])
     assert [type(error) for error in results] == [RankError, RestoreError, RankError]
 
 

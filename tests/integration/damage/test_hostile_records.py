@@ -55,7 +55,7 @@ def test_pieces_of_a_part_have_a_total_expansion_limit():
             value["shards"][2] = value["sections"][0][2] = 9 << 20  # each alone may have this much
         return value
 
-    complaint = f"{18 << 20} bytes once decompressed"
+    complaint = f"{18 << 20} bytes of content, too many"
     with (
         checkpointer(forged({"w": 1}, change)) as ckpt,
         pytest.raises(FormatError, match=complaint),

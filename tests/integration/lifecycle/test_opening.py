@@ -66,7 +66,7 @@ def test_a_read_only_root_is_reported_on_open(forbidden, open_folder, caplog):
     with another_user(), Checkpointer(f"posix://{root}") as ckpt:
         (warning,) = warnings_of(caplog)
         assert str(root) in warning
-        assert "can only be read, every save will fail" in warning
+        assert "can only be read, so every save will fail" in warning
         assert "EACCES" in warning
         with pytest.raises(StorageError, match="EACCES"):
             ckpt.check({"a": torch.ones(2)})

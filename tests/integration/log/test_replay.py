@@ -236,7 +236,7 @@ def test_rewind_deletes_the_log(tmp_path):
 def test_ls_shows_the_logged_step(tmp_path, capsys, monkeypatch):
     save_and_log(tmp_path, Training())
     done = caller(capsys, monkeypatch)("ls", tmp_path)
-    assert "step 9 is logged: a restore replays 3 + 6 steps" in done.out
+    assert "step 9 is logged: a restore loads step 3 and replays 6 steps" in done.out
 
 
 def test_entry_holds_buffers_and_frozen_parameters_that_change(tmp_path):
