@@ -1,0 +1,115 @@
+"""Which hosts hold which files, what counts, and what is still to be copied. Sans-IO.
+
+A root on a host outlives jobs, so a host may return with records of checkpoints that were deleted
+or rewound while it was away. So each root has an epoch, and commit records count only in roots of
+the highest epoch. All other files count in every root: their names have a uid, and readers verify
+checksums.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.format.records import COMMIT_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.core.replicas.placement import HostGroups
+
+
+class Epoch(NamedTuple):
+    """The order of the changes to a run's commit records, over all jobs; see `epochs`.
+
+    Attributes:
+        number: Higher than all earlier ones that the job could see.
+        job: Random, so that two jobs that do not see each other never share an epoch.
+    """
+
+    number: int = 0
+    job: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoot:
+    """The root of one host, as listed.
+
+    Attributes:
+        host: The host.
+        epoch: The epoch in the record of the root.
+        members: The hosts that were asked to join that epoch.
+        files: The bytes of each sealed file, by name.
+    """
+
+    host: str
+    epoch: Epoch
+    members: frozenset[str]
+    files: Mapping[str, int]
+
+
+def is_record(name: str) -> bool:
+    """Return whether a file is a commit record, which counts only in the highest epoch."""
+    return name.startswith(COMMIT_PREFIX)
+
+
+class Holdings:
+    """The files of all hosts that answered.
+
+    In all methods `files` are the files of one checkpoint, with their bytes: its commit record,
+    index, parts and blobs, borrowed blobs included.
+    """
+
+    def __init__(self, roots: Iterable[HostRoot]) -> None:
+        """Index the files of these roots by name."""
+        self.roots = {root.host: root for root in roots}
+        self.epoch = max((root.epoch for root in self.roots.values()), default=Epoch())
+        """The highest epoch."""
+        self.counting = {root.host for root in self.roots.values() if root.epoch == self.epoch}
+        """The hosts whose commit records count."""
+        self._sizes: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for host, root in self.roots.items():
+            for name, size in root.files.items():
+                if host in self.counting or not is_record(name):
+                    self._sizes[name][host] = size
+
+    @property
+    def absent(self) -> set[str]:
+        """Hosts that were asked to join the highest epoch and did not answer now.
+
+        They may have missing files, and records that count. So without a job, as in the command
+        line, nothing is deleted while there are any.
+        """
+        asked = (self.roots[host].members for host in self.counting)
+        return set().union(*asked).difference(self.roots)
+
+    def records(self) -> list[str]:
+        """Return the names of the commit records that count, ascending."""
+        return sorted(filter(is_record, self._sizes))
+
+    def holders(self, name: str, size_bytes: int) -> set[str]:
+        """Return the hosts that have a file in its full length, and where it counts."""
+        sizes = self._sizes.get(name, {})
+        return {host for host, size in sizes.items() if size == size_bytes}
+
+    def missing(self, files: Mapping[str, int]) -> list[str]:
+        """Return the files that no host has. A checkpoint counts only if there are none."""
+        return [name for name, size in files.items() if not self.holders(name, size)]
+
+    def unsafe(self, files: Mapping[str, int], groups: HostGroups) -> list[str]:
+        """Return the files that have too few copies. A checkpoint is replicated without any."""
+        return [n for n, size in files.items() if not groups.is_safe(self.holders(n, size))]
+
+    def pulls(self, files: Mapping[str, int], groups: HostGroups) -> dict[str, list[str]]:
+        """Return the files that each host must copy; hosts without any are left out.
+
+        The same for a new checkpoint, and after a job has started on other hosts, for the copies
+        that were lost. A host outside the highest epoch must join it before it copies a record.
+        """
+        pulls: defaultdict[str, list[str]] = defaultdict(list)
+        for name, size in files.items():
+            for host in groups.receivers(self.holders(name, size)):
+                if host in self.counting or not is_record(name):
+                    pulls[host].append(name)
+        return dict(pulls)

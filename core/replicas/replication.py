@@ -1,0 +1,83 @@
+"""Which checkpoint is being replicated, and which ones must stay meanwhile. Sans-IO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    CheckpointKey = tuple[int, int]
+    """Step and generation, as `parse_commit_name` returns them."""
+
+
+class Replication:
+    """The order in which one job replicates its checkpoints, on rank 0.
+
+    One checkpoint is replicated at a time. If saves are faster than replication, it skips
+    checkpoints instead of falling behind. A checkpoint is safe if it is replicated, or if a more
+    durable tier has it whole. The newest safe checkpoint stays until a newer one is safe.
+    """
+
+    def __init__(self, safe: Iterable[CheckpointKey], others: Iterable[CheckpointKey]) -> None:
+        """Begin with the whole checkpoints that the job finds at its start.
+
+        Of those that are not safe now, any may have been safe before hosts were lost, and may be
+        all that is left. So they stay like a safe one.
+
+        Args:
+            safe: The checkpoints that are safe.
+            others: The other whole checkpoints.
+        """
+        self._safe = set(safe)
+        self._old = set(others)
+        self._new: set[CheckpointKey] = set()
+        self.target: CheckpointKey | None = None
+        """The checkpoint that all hosts copy now; None if the newest is safe."""
+        self._choose()
+
+    def committed(self, key: CheckpointKey) -> None:
+        """Add a checkpoint of this job."""
+        self._new.add(key)
+        if self.target is None:
+            self._choose()
+
+    def secured(self, key: CheckpointKey) -> None:
+        """Mark a checkpoint as safe. Call it only with what the listings of all hosts show."""
+        if key in self._old | self._new:
+            self._old.discard(key)
+            self._new.discard(key)
+            self._safe.add(key)
+        if self.target is not None and self.target <= max(self._safe, default=self.target):
+            self._choose()
+
+    def failed(self, key: CheckpointKey) -> None:
+        """Give up a target that a host cannot copy if there is a newer one; else keep it."""
+        if key == self.target:
+            self._choose()
+
+    def deleted(self, keys: Iterable[CheckpointKey]) -> None:
+        """Remove checkpoints that retention, the user or a rewind has begun to delete."""
+        for keys_of in (self._safe, self._old, self._new):
+            keys_of.difference_update(keys)
+        if self.target not in self._old | self._new:
+            self._choose()
+
+    def deletable(self, keys: Iterable[CheckpointKey]) -> list[CheckpointKey]:
+        """Return which of `keys` retention, eviction and overwrites may delete now, ascending.
+
+        Everything older than the newest safe checkpoint may go. Of newer ones only those of this
+        job may go that were skipped.
+        """
+        newest_safe = max(self._safe, default=None)
+        kept = {newest_safe, self.target, max(self._old | self._new, default=None)} | self._old
+        skipped = self._new - kept
+        return sorted(
+            key for key in keys if key in skipped or (newest_safe is not None and key < newest_safe)
+        )
+
+    def _choose(self) -> None:
+        newest = max(self._old | self._new, default=None)
+        newest_safe = max(self._safe, default=None)
+        is_newer = newest is not None and (newest_safe is None or newest > newest_safe)
+        self.target = newest if is_newer else None
