@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from penstock.core.abc import Backend
+from penstock.core.abc import Backend, host_roots
 from penstock.core.catalog.notes import check_tag
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.config.model import CheckpointerConfig, load_config
@@ -27,6 +27,7 @@ from penstock.core.errors import (
     SaverClosedError,
     StorageError,
 )
+from penstock.core.hosts.joining import RootsOfJob
 from penstock.core.log.run import RunLog, has_log
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RanksOfJob
@@ -132,6 +133,7 @@ class Checkpointer:
         # Reader and saver hold this separate object, not the checkpointer itself: such a cycle
         # would keep a dropped checkpointer until the next garbage collection.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
+        self._roots = RootsOfJob(store, self._ranks, network=config.rank_network)
         self._events = EventStream(on_event)
         self._drains: Drains | None = None
         if store.tiers:
@@ -774,6 +776,7 @@ class Checkpointer:
                 self._drains.settle()
                 self._drains.close()
             self._ranks.settle()
+            self._roots.close(sys.exc_info()[1])
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` must do all of it
             raise
@@ -832,6 +835,7 @@ class Checkpointer:
                 "open another one there, or start processes with the method `spawn`"
             )
             raise SaverClosedError(msg)
+        self._roots.join()
 
     def _check_may_save(self) -> None:
         self._check_open()
@@ -889,7 +893,8 @@ def _for_another_process(
     """Return a configuration with which another process can open the tiers; None without one."""
     # Another process does not have plugins that were registered in this process only.
     everywhere = registry is default_registry() and not registry.has_own
-    spec = portable(config.backend) if everywhere else None
+    # Nor does it reach the other hosts' roots.
+    spec = portable(config.backend) if everywhere and not host_roots(backend) else None
     if spec is None and any(tier.drain_in == "process" for tier in backend.tiers):
         log.warning(
             "%s: threads of this process copy between the tiers, although drain_in is "

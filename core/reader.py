@@ -11,8 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.errors import CheckpointNotFoundError, ConfigError, RestoreError
+from penstock.core.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedError,
+    RestoreError,
+)
 from penstock.core.foreign import memory_permitting
+from penstock.core.format.records import data_prefix
 from penstock.core.hosts.reading import Sharing
 from penstock.core.pipeline.loader import Loader
 from penstock.core.ranks.group import SEVERAL_CHECKPOINTERS, cause_of
@@ -235,6 +241,9 @@ class Reader:
         return self._open_record(self.catalog.record(valid_step(step)))
 
     def _open_record(self, record: CommitRecord) -> Opened:
+        if why := self.catalog.incompleteness(record):
+            msg = f"{why}; restore another step"
+            raise DamagedError(msg, [data_prefix(record.uid)])
         allow_pickle = self._config.allow_pickle
         return Opened.open(
             self._watched, record, self.loader, self._registry, allow_pickle=allow_pickle

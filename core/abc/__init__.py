@@ -19,6 +19,15 @@ from penstock.core.abc.byte_sources import (
 )
 from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, Declined
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
+from penstock.core.abc.hosts import (
+    HOST_NAME,
+    HostRecord,
+    HostRoot,
+    HostRoots,
+    encode_host,
+    host_roots,
+    read_host,
+)
 from penstock.core.abc.job_store import (
     COORDINATION_VALUE_BYTES,
     Coordination,
@@ -67,6 +76,7 @@ __all__ = [
     "COORDINATION_VALUE_BYTES",
     "DECLINED",
     "FLOAT_DTYPES",
+    "HOST_NAME",
     "ROOT_NAME",
     "Backend",
     "BlobWriter",
@@ -82,6 +92,9 @@ __all__ = [
     "DelegatingWriter",
     "DescribeContext",
     "Difference",
+    "HostRecord",
+    "HostRoot",
+    "HostRoots",
     "Lines",
     "MemoryKey",
     "Node",
@@ -106,14 +119,17 @@ __all__ = [
     "convert_floats",
     "copy_bytes",
     "current_timing",
+    "encode_host",
     "encode_root",
     "first_durable",
     "first_whole",
+    "host_roots",
     "misplaced_roots",
     "parse_size",
     "places_of",
     "ranks_node",
     "ranks_of",
+    "read_host",
     "read_root",
     "says_its_version",
     "versions_of",

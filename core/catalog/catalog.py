@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.deletion import check_same, delete_records
 from penstock.core.catalog.notes import NotesOfRun, gone, write_note
 from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SHOWN_STEPS = 20
+_SHOWN_HOSTS = 8
 _TRIES = 5  # a step that is overwritten repeatedly may change after each listing
 
 
@@ -107,8 +109,55 @@ class Catalog:
         return {step: [name for _, name in sorted(set(found[step]))] for step in sorted(found)}
 
     def steps(self) -> list[int]:
-        """Return the committed steps, ascending, including those with a damaged record."""
-        return list(self.entries())
+        """Return the committed steps, ascending, including those with a damaged record.
+
+        Leaves out incomplete checkpoints.
+        """
+        entries = self.entries()
+        incomplete = self.incomplete_from(min(entries, default=0), entries)
+        return [step for step in entries if step not in incomplete]
+
+    def incompleteness(self, record: CommitRecord) -> str:
+        """Return why a checkpoint cannot be restored now; empty if it can.
+
+        With a root on each host, the hosts that have the rest may be missing. Other checkpoints
+        never are incomplete.
+
+        Raises:
+            StorageError: A host or a tier does not answer.
+        """
+        roots = host_roots(self._backend)
+        if not roots or has_data(self._backend, record):
+            return ""
+        absent = sorted({name for place in roots.values() for name in place.absent()})
+        names = f", which lacks {', '.join(absent[:_SHOWN_HOSTS])}" if absent else ""
+        return (
+            f"step {record.step} on {self._backend.url} is incomplete: its other files are on no "
+            f"host of this job{names}"
+        )
+
+    def incomplete_from(
+        self, step: int, entries: Mapping[int, list[str]] | None = None
+    ) -> dict[int, str]:
+        """Return the incomplete checkpoints at `step` or later, each with the reason."""
+        if not host_roots(self._backend):
+            return {}
+        entries = self.entries() if entries is None else entries
+        later = [number for number in entries if number >= step]
+        return {
+            number: why
+            for number, record in self.records(later)
+            if not isinstance(record, DamagedError) and (why := self.incompleteness(record))
+        }
+
+    def delete_incomplete_after(self, step: int) -> None:
+        """Delete the incomplete checkpoints after `step`, which a new save at `step` has replaced.
+
+        Otherwise they would become the newest when their hosts come back.
+        """
+        for number in sorted(self.incomplete_from(step + 1), reverse=True):
+            log.warning("step %d was incomplete, and step %d replaces it", number, step)
+            self._delete(self.entries().get(number, ()))
 
     def latest(self) -> int | None:
         """Return the newest committed step; None if there is no checkpoint.
@@ -120,7 +169,7 @@ class Catalog:
         return None if newest is None else newest.step
 
     def newest(self, *, up_to: int | None = None) -> CommitRecord | None:
-        """Return the commit record of the newest step; None if there is no checkpoint.
+        """Return the commit record of the newest step that is not incomplete; None without one.
 
         Args:
             up_to: The highest step to consider; default: no limit.
@@ -134,9 +183,14 @@ class Catalog:
             if not steps:
                 return None
             try:
-                return self.record(steps[-1], entries=entries)
+                record = self.record(steps[-1], entries=entries)
             except CheckpointNotFoundError:
                 continue  # deleted after the listing: the next listing lacks it
+            why = self.incompleteness(record)
+            if not why:
+                return record
+            log.warning("%s; an older step is used", why)
+            up_to = record.step - 1
 
     def require_newest(self) -> CommitRecord:
         """Return the commit record of the newest step.

@@ -76,6 +76,7 @@ def clean_up_after(
     Runs on rank 0 after the save is durable. Logs failures, and never fails the save.
     """
     try:
+        catalog.delete_incomplete_after(report.step)
         if overwrite:
             catalog.delete_older_generations(report.step)
         if retention is not None:

@@ -1,8 +1,8 @@
 """Serves ranges of blobs to other processes over HTTP, and reads them there.
 
-A request is `GET /BLOB` with one `Range`. With `GET /` both ends only prove that they know a
-secret, without sending it. The bytes are not encrypted or signed, so the reader compares them with
-the checkpoint's checksums.
+A request is `GET /BLOB` with one `Range`, or `POST` with an operation of the server's owner. With
+`GET /` both ends only prove that they know a secret, without sending it. The bytes are not
+encrypted or signed, so the reader compares them with the checkpoint's checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.concurrency.watchdog import Deadline, spawn
-from penstock.core.errors import BlobNotFoundError, StorageError
+from penstock.core.errors import BlobNotFoundError, BlobTruncatedError, StorageError
 from penstock.core.foreign import said
 
 if TYPE_CHECKING:
@@ -38,7 +38,14 @@ log = logging.getLogger("penstock")
 
 _PROOF = "Penstock-Proof"
 _TOKEN = re.compile(r"Bearer (\d{1,9})\.(.*)", re.ASCII)
+_LENGTH = re.compile(r"\d{1,12}", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_REFUSALS: Mapping[int, type[StorageError]] = {
+    HTTPStatus.NOT_FOUND: BlobNotFoundError,
+    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: BlobTruncatedError,
+    HTTPStatus.INTERNAL_SERVER_ERROR: StorageError,
+}
+_MOST_BYTES = 256 << 20  # of a request or answer other than a range
 _MOST_SILENT = 64  # connections that have not proved their identity yet
 _UNDISTURBED = 1 / 16  # of the patience: until then, no newer connection displaces one
 # A datagram port that nothing is sent to: connecting shows the local address the kernel would use.
@@ -88,6 +95,7 @@ class BlobServer(ThreadingTCPServer):
         credentials: Callable[[int], Credentials | None],
         lend: Callable[[int, BlobRange], AbstractContextManager[memoryview | None]],
         left: Callable[[int], None],
+        answer: Callable[[str, bytes], bytes] | None = None,
         timing: Timing,
     ) -> None:
         """Listen on a free port of `address`; `start` serves requests.
@@ -98,6 +106,7 @@ class BlobServer(ThreadingTCPServer):
             lend: Waits for the requested bytes, and lends them until they are sent; gives None if
                 the client must read them elsewhere.
             left: Called when a client has disconnected.
+            answer: Returns the answer to a `POST`, from its path and body; None: there are none.
             timing: Sets how often to check for late connections (`poll_s`).
 
         Raises:
@@ -106,6 +115,7 @@ class BlobServer(ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.credentials = credentials
         self.lend = lend
+        self.answer = answer
         self.timeout = self._poll_s = timing.poll_s
         self._left = left
         self._clock = timing.clock
@@ -236,9 +246,35 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, proof)
         else:
             where = BlobRange(self.path[1:], start, stop - start)
-            with server.lend(client, where) as data:
+            with self._refusing(proof), server.lend(client, where) as data:
                 found = HTTPStatus.NOT_FOUND if data is None else HTTPStatus.PARTIAL_CONTENT
                 self._answer(found, proof, data or b"", f"bytes {start}-{stop - 1}/*")
+
+    def do_POST(self) -> None:
+        """Carry out an operation of the server's owner."""
+        server = self.server
+        assert isinstance(server, BlobServer)
+        admitted = server.admit(self.headers.get("Authorization", ""), self.connection)
+        length = self.headers.get("Content-Length", "")
+        if admitted is None or server.answer is None or not _LENGTH.fullmatch(length):
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        _, proof = admitted
+        body = self.rfile.read(min(int(length), _MOST_BYTES))
+        if len(body) != int(length):
+            msg = "the request is too long, or was cut off"
+            raise ConnectionError(msg)
+        with self._refusing(proof):
+            self._answer(HTTPStatus.OK, proof, server.answer(self.path[1:], body))
+
+    @contextmanager
+    def _refusing(self, proof: str) -> Iterator[None]:
+        """Answer with the error of the store; called before anything else is sent."""
+        try:
+            yield
+        except StorageError as error:
+            status = next(status for status, kind in _REFUSALS.items() if isinstance(error, kind))
+            self._answer(HTTPStatus(status), proof, str(error).encode())
 
     def _answer(
         self, status: HTTPStatus, proof: str, data: bytes | memoryview = b"", where: str = ""
@@ -246,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header(_PROOF, proof)
         self.send_header("Content-Length", str(len(data)))
-        if data:
+        if where and data:
             self.send_header("Content-Range", where)
         self.end_headers()
         self.connection.sendall(data)
@@ -260,7 +296,13 @@ class BlobClient:
     """Reads ranges from a `BlobServer` over one connection. For one thread at a time."""
 
     def __init__(
-        self, address: tuple[str, int], client: int, credentials: Credentials, *, connect_s: float
+        self,
+        address: tuple[str, int],
+        client: int,
+        credentials: Credentials,
+        *,
+        connect_s: float,
+        silent_s: float | None = None,
     ) -> None:
         """Prepare.
 
@@ -269,12 +311,14 @@ class BlobClient:
             client: The number of this client.
             credentials: The credentials of this pair.
             connect_s: The most seconds to spend on connecting.
+            silent_s: The most seconds to wait for more bytes; None: until `close`.
 
         Raises:
             OSError: No socket is available.
         """
         self._address = address
         self._credentials = credentials
+        self._silent_s = silent_s
         self._authorization = f"Bearer {client}.{credentials.token}"
         self._lock = threading.Lock()  # guards `_failure`, and that the socket is open while used
         self._failure = ""
@@ -292,7 +336,7 @@ class BlobClient:
         """
         with self._failing():
             self._socket.connect(self._address)
-            self._socket.settimeout(None)
+            self._socket.settimeout(self._silent_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ask("", {}).close()
 
@@ -302,7 +346,7 @@ class BlobClient:
         Raises:
             BlobNotFoundError: The server does not lend a range to this client, which may ask for
                 other ranges.
-            StorageError: The connection is lost, and no more can be read.
+            StorageError: The server's store failed, or the connection `is_lost`.
         """
         for request in requests:
             size, last = request.target.nbytes, request.offset + request.target.nbytes - 1
@@ -311,12 +355,31 @@ class BlobClient:
                 if response.status == HTTPStatus.NOT_FOUND and not response.length:
                     msg = f"{request.name}:{request.offset} is not lent by {self._address}"
                     raise BlobNotFoundError(msg)
+                _raise_refusal(response)
                 if response.status != HTTPStatus.PARTIAL_CONTENT or response.length != size:
                     msg = f"it answered {response.status} {response.reason}"
                     raise HTTPException(msg)
                 if response.readinto(request.target) != size:
                     msg = "it has closed its connection"
                     raise ConnectionResetError(msg)
+
+    def call(self, path: str, body: bytes = b"") -> bytes:
+        """Return the answer of the server's owner to a `POST`.
+
+        Raises:
+            StorageError: As in `read`.
+        """
+        with self._failing(), self._ask(path, {}, body) as response:
+            _raise_refusal(response)
+            if response.status != HTTPStatus.OK:
+                msg = f"it answered {response.status} {response.reason}"
+                raise HTTPException(msg)
+            return _whole(response)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is closed, so that every call fails."""
+        return bool(self._failure)
 
     def close(self, why: str) -> None:
         """Close the connection, from any thread; a read in flight fails at once with `why`."""
@@ -329,9 +392,12 @@ class BlobClient:
         with self._lock:
             self._connection.close()
 
-    def _ask(self, path: str, headers: Mapping[str, str]) -> HTTPResponse:
+    def _ask(
+        self, path: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> HTTPResponse:
         headers = {"Authorization": self._authorization, **headers}
-        self._connection.request("GET", f"/{path}", headers=headers)
+        verb = "GET" if body is None else "POST"
+        self._connection.request(verb, f"/{path}", body, headers=headers)
         response = self._connection.getresponse()
         proof = response.headers.get(_PROOF, "")
         if not hmac.compare_digest(proof.encode(), self._credentials.proof.encode()):
@@ -350,6 +416,24 @@ class BlobClient:
         except (OSError, HTTPException) as error:
             self.close(said(error))
             raise StorageError(self._failure) from error
+
+
+def _raise_refusal(response: HTTPResponse) -> None:
+    kind = _REFUSALS.get(response.status)
+    if kind is not None:
+        raise kind(_whole(response).decode(errors="replace"))
+
+
+def _whole(response: HTTPResponse) -> bytes:
+    length = response.length
+    if length is None or length > _MOST_BYTES:
+        msg = f"its answer has {length} bytes"
+        raise HTTPException(msg)
+    data = response.read(length) if length else b""
+    if len(data) != length:
+        msg = "it has closed its connection"
+        raise ConnectionResetError(msg)
+    return data
 
 
 def _shut(connection: socket.socket | None) -> None:

@@ -53,7 +53,7 @@ class Census:
         """
         place = group.place
         if group.by_host is None and place.rank:
-            name = _host_name(place.host, place.rank).encode()
+            name = host_identity(place.host, place.rank).encode()
             group.coordination.post(_key(place.rank), name)
 
     @property
@@ -150,7 +150,7 @@ class Census:
             names = self.read_all({rank: _key(rank) for rank in range(1, place.world_size)})
             if names is None:
                 return None
-            name = _host_name(place.host, place.rank).encode()
+            name = host_identity(place.host, place.rank).encode()
             numbers = classes_of([name, *(names[rank] for rank in range(1, place.world_size))])
             board.post(_HOSTS_KEY, _packed(numbers))
         if len(numbers) != place.world_size:
@@ -166,7 +166,7 @@ class Census:
         return tuple(sorted(sets))
 
 
-def _host_name(host: str, rank: int) -> str:
+def host_identity(host: str, rank: int) -> str:
     """Return an identifier of the place where this process can meet others; unique if none.
 
     Socket names are visible within one network namespace, so containers with their own networks

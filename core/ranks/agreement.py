@@ -508,8 +508,8 @@ def _not_shared(url: str, tier: str | None) -> str:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
     # `what` first: the cause that other ranks get is cut.
     return (
-        f"{what}, which is tier {tier}. A fast tier of each host's own is not supported with ranks "
-        "on several hosts yet: put it on a file system that all hosts share, or save without it. "
+        f"{what}, which is tier {tier}. If each host has its own fast tier, give it type = "
+        "'hosts', or put it on a file system that all hosts share. "
         f"{SEVERAL_CHECKPOINTERS}"
     )
 

@@ -232,7 +232,7 @@ class RankGroup:
         """On the other ranks: what they know of rank 0's copies."""
         self._parting = Parting(coordination, self.place)
         self._next = 0
-        self._closed = False
+        self._closed = self._reported_close = False
         self._lock = threading.Lock()  # guards `_next`, `_nonce` and `_senders`
         self._nonce = b""
         self._senders: list[threading.Thread] = []
@@ -359,12 +359,7 @@ class RankGroup:
         deadline = Deadline(self.timeout_s)
         self.followed_drains.close()
         self.told_drains.close()
-        cause = "closed its checkpointer"
-        if error is not None:
-            cause += f" (because of {type(error).__name__}: {_line_of(error)})"
-        part = {"cause": cut_bytes(cause)}
-        post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
-        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode(post)))
+        self.report_close(error)
         if self.name:
             self._send(self._take_seats_of_lost)
         if self.place.rank:
@@ -378,6 +373,18 @@ class RankGroup:
         for sender in senders:
             sender.join(deadline.left_s())
         self.coordination.close()
+
+    def report_close(self, error: BaseException | None = None) -> None:
+        """Report to all ranks, once, that this rank closes and why."""
+        if self._reported_close:
+            return
+        self._reported_close = True
+        cause = "closed its checkpointer"
+        if error is not None:
+            cause += f" (because of {type(error).__name__}: {_line_of(error)})"
+        part = {"cause": cut_bytes(cause)}
+        post = SlotPost(self._next, "save", At.CLOSED, host=self.place.host, part=part)
+        self._send(lambda: self.coordination.post(slot_key(self.place.rank), encode(post)))
 
     def _take_seats_of_lost(self) -> None:
         """Take the seats of ranks that never arrived, so that they meet the others next time."""

@@ -263,14 +263,18 @@ class Saver(SaveSurroundings):
             if self._tiers is None
             else self._tiers.entries(strict=overwrite)
         )
+        # The run continued from an older step, so incomplete steps must not refuse the save.
+        incomplete = self._catalog.incomplete_from(step, entries)
+        whole = {number: names for number, names in entries.items() if number not in incomplete}
+        overwrite |= step in incomplete and max(whole, default=-1) < step
         generation = claim_generation(
             step,
-            entries,
+            entries if overwrite else whole,
             url=self._backend.url,
             overwrite=overwrite,
             may_be_deleted=self._backend.may_be_deleted,
         )
-        return generation, max(entries, default=None)
+        return generation, max(whole, default=None)
 
     def _save(self, call: _SaveCall, on_progress: Callable[[Progress], None] | None) -> SaveHandle:
         if not self._take_turn(call.turn):

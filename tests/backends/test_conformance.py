@@ -5,8 +5,11 @@ import inspect
 from itertools import product
 
 import pytest
+from tests.backends.conftest import open_backend
 
+from penstock.backends.hosts import HostsBackend, HostsConfig
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.core.abc import HostRoot
 from penstock.testing.backends import BACKEND_CHECKS, check_backend
 from penstock.testing.backends import blobs as backends_blobs
 from penstock.testing.backends import forks as backends_processes
@@ -36,6 +39,23 @@ def test_backend_conforms(group, open_root):
     for check in GROUPS[group]:
         with contextlib.suppress(NotDeclaredError, NotTriedError):
             check(open_root)
+
+
+def _hosts(tmp_path, root, *, joined):
+    found = HostsBackend(HostsConfig(path=""), root=open_backend("posix-off", tmp_path / root))
+    if joined:
+        own = HostRoot("a", 0, found.own)
+        other = HostRoot("b", 0, MemoryBackend(MemoryConfig(name=f"{tmp_path}{root}")))
+        found.join(own, [other], leads=True)
+    return found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("joined", [False, True], ids=["one", "two"])
+def test_roots_of_hosts_conform(tmp_path, group, joined):
+    for check in GROUPS[group]:
+        with contextlib.suppress(NotDeclaredError, NotTriedError):
+            check(lambda root: _hosts(tmp_path, root, joined=joined))
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ class Listed:
         waiting: Whether a tier still has to copy the checkpoint to the next one.
         notes: The data of the commit record and of the checkpoint's notes; None without a record.
         bytes_logged: The bytes of the checkpoint's log.
+        incomplete: Whether files of the checkpoint are on hosts that are not visible.
     """
 
     step: int
@@ -90,6 +91,7 @@ class Listed:
     waiting: bool = False
     notes: Notes | None = None
     bytes_logged: int = 0
+    incomplete: bool = False
 
 
 @command("ls")
@@ -114,8 +116,9 @@ def ls(
 ) -> None:
     """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
 
-    The state is `ok`, or `damaged` where the commit record cannot be read; `penstock verify`
-    checks the data. Reads one small record for each checkpoint, and the log of the newest.
+    The state is `ok`, `damaged` where the commit record cannot be read, or `incomplete` if other
+    hosts have files of it; `penstock verify` checks the data. Reads one small record for each
+    checkpoint, and the log of the newest.
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
     STORED. `penstock show` counts the objects without gaps.
@@ -253,7 +256,7 @@ def _columns(
     yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     if any(one.bytes_logged for one in listed):
         yield Column("LOG", lambda one: size_text(one.bytes_logged), right=True, keep=5)
-    yield Column("STATE", lambda one: state_cell("damaged" if one.record is None else "ok"))
+    yield Column("STATE", lambda one: state_cell(_state_of(one)))
     if tiered:
         yield Column("TIERS", _tiers_text, keep=6)
     if any(notes.tags for notes in noted):
@@ -342,11 +345,12 @@ def _print_metadata(one: Listed) -> None:
 
 def list_run(backend: Backend) -> list[Listed]:
     """Return every step of a run, ascending, including steps with a damaged record."""
+    catalog = Catalog(backend)
     return [
         Listed(step, None, str(found))
         if isinstance(found, DamagedError)
-        else Listed(step, found, None)
-        for step, found in Catalog(backend).records()
+        else Listed(step, found, None, incomplete=bool(catalog.incompleteness(found)))
+        for step, found in catalog.records()
     ]
 
 
@@ -373,15 +377,26 @@ def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
             continue
         for one in listed:
             before = found.get(one.step)
-            if one.record is None:  # the next tier may have a readable record of this step
+            if one.record is None or one.incomplete:  # the next tier may have it whole
                 found.setdefault(one.step, one)
-            elif before is None or before.record is None or _is_newer(one.record, before.record):
+            elif (
+                before is None
+                or before.record is None
+                or before.incomplete
+                or _is_newer(one.record, before.record)
+            ):
                 marked = one.record.uid in waiting
                 found[one.step] = replace(one, tiers=(tier.name,), waiting=marked)
             elif before.record.uid == one.record.uid:
                 marked = before.waiting or one.record.uid in waiting
                 found[one.step] = replace(before, tiers=(*before.tiers, tier.name), waiting=marked)
     return [found[step] for step in sorted(found)]
+
+
+def _state_of(one: Listed) -> str:
+    if one.record is None:
+        return "damaged"
+    return "incomplete" if one.incomplete else "ok"
 
 
 def _is_newer(one: CommitRecord, other: CommitRecord) -> bool:
@@ -393,7 +408,7 @@ def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
         return {"step": one.step, "state": "damaged", "error": one.error}
     more: dict[str, Any] = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
     more["bytes_logged"] = one.bytes_logged
-    return {"step": one.step, "state": "ok", **record_json(one.record, one.notes), **more}
+    return {"step": one.step, "state": _state_of(one), **record_json(one.record, one.notes), **more}
 
 
 def record_json(record: CommitRecord, notes: Notes) -> dict[str, Any]:

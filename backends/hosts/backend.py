@@ -1,0 +1,368 @@
+"""Writes to the root of this host, and reads the roots of all hosts of the job."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from pydantic import ConfigDict, Field
+
+from penstock.core.abc import (
+    HOST_NAME,
+    Backend,
+    Deadline,
+    DelegatingBackend,
+    HostRecord,
+    HostRoot,
+    HostRoots,
+    PluginConfig,
+    call_all_with_deadline,
+    current_timing,
+    encode_host,
+    read_host,
+)
+from penstock.core.errors import (
+    BlobExistsError,
+    BlobNotFoundError,
+    BlobTruncatedError,
+    ConfigError,
+    FormatError,
+    StorageError,
+    StorageTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.core.types import BlobInfo, ReadRequest
+
+log = logging.getLogger("penstock")
+
+T = TypeVar("T")
+
+_RECORDS = ("commits/", "tier/")
+"""The records that each host has, and that count only in roots with the newest epoch."""
+
+_MOST_KNOWN = 1 << 16
+
+
+class HostsConfig(PluginConfig):
+    """Options of `hosts`: a root on each host.
+
+    Attributes:
+        path: The path, URL or table of the root on this host; on every host another place.
+        copies: The number of other hosts that hold a copy of a host's data; only 0 for now.
+    """
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    path: str | dict[str, Any] = Field(repr=False)  # may hold credentials
+    copies: int = Field(default=0, ge=0)
+
+
+class HostsBackend(DelegatingBackend, HostRoots):
+    """Writes to the root of this host; reads, lists and deletes in the roots of all hosts.
+
+    Names of blobs and parts contain the uid of the save and the rank, so roots have no name in
+    common except records. Records in `commits/` and `tier/` count only in roots with the newest
+    epoch: a host that was away for a job does not bring back what that job has deleted or replaced.
+    """
+
+    name: ClassVar[str] = "hosts"
+    Config: ClassVar[type[PluginConfig]] = HostsConfig
+
+    def __init__(self, config: HostsConfig, /, *, root: Backend | None = None) -> None:
+        """Wrap the open root of this host; `close` closes it."""
+        if root is None:
+            msg = "hosts needs the root of this host: open it from a configuration, or give a root"
+            raise ConfigError(msg)
+        if config.copies:
+            msg = f"copies = {config.copies} is not supported yet: set copies = 0"
+            raise ConfigError(msg)
+        if root.tiers:
+            msg = "path must be one place, not tiers: make hosts the fast tier of a tiered backend"
+            raise ConfigError(msg)
+        super().__init__(root)
+        self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
+        self._newest = 0
+        self._may_begin = False
+        self._lock = threading.Lock()  # held while an epoch begins; guards the three above
+        self._known: dict[str, HostRoot] = {}  # blobs that this host lacks, and a root with each
+
+    @classmethod
+    def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
+        """Open the root of this host."""
+        root = open_backend(config.path)
+        try:
+            return cls(config, root=root)
+        except BaseException:
+            root.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: str, options: dict[str, str], /) -> PluginConfig:
+        """Return the options of `hosts:///abs/path`."""
+        return cls.Config.model_validate({"path": f"file://{url.partition('://')[2]}", **options})
+
+    @property
+    def url(self) -> str:
+        """The URL of the root of this host, with the scheme `hosts` if it is a folder."""
+        url = self.inner.url
+        return f"hosts({url})" if "file://" not in url else url.replace("file://", "hosts://", 1)
+
+    @property
+    def own(self) -> Backend:
+        """The root of this host."""
+        return self.inner
+
+    def absent(self) -> tuple[str, ...]:
+        """See `HostRoots.absent`."""
+        newest = max(self._roots, key=lambda root: root.epoch)
+        try:
+            record = read_host(newest.backend)
+        except FormatError:
+            record = None
+        if record is None:
+            return ()
+        here = {record.host, *(root.host for root in self._roots)}
+        return tuple(sorted({*record.hosts} - here))
+
+    def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
+        """See `HostRoots.join`."""
+        with self._lock:
+            self._roots = (own, *others)
+            self._newest = max(root.epoch for root in self._roots)
+            self._may_begin = leads
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """Read each blob from the first root that has it, the own root first."""
+        elsewhere = self._known.keys() & {request.name for request in requests}
+        try:
+            self.inner.read([request for request in requests if request.name not in elsewhere])
+        except BlobNotFoundError:
+            if len(self._roots) == 1:
+                raise
+            rest = requests
+        else:
+            rest = [request for request in requests if request.name in elsewhere]
+        by_name: dict[str, list[ReadRequest]] = defaultdict(list)
+        for request in rest:
+            by_name[request.name].append(request)
+        for name, some in by_name.items():
+            self._first(name, partial(_read, some))
+
+    def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
+        """Read with the own root's `submit_read`; blobs that it lacks with `read`."""
+        read_all = partial(Backend.submit_read, self, requests)
+        if any(request.name in self._known for request in requests):
+            return read_all()
+        done: Future[None] = Future()
+
+        def settle(read: Future[None]) -> None:
+            if (error := read.exception()) is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def own_is_over(own: Future[None]) -> None:
+            if not isinstance(own.exception(), BlobNotFoundError):
+                settle(own)
+                return
+            try:
+                read_all().add_done_callback(settle)
+            except RuntimeError as error:
+                done.set_exception(StorageError(f"closed during the read: {error}"))
+
+        self.inner.submit_read(requests).add_done_callback(own_is_over)
+        return done
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """Read a record from the first root that has it, the own root first."""
+        return self._first(name, lambda root: root.read_record(name, limit_bytes=limit_bytes))
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """Return the size and time of a blob in the first root that has it."""
+        return self._first(name, lambda root: root.stat(name))
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """List the blobs of all roots.
+
+        Raises:
+            StorageError: A host does not answer, so its blobs are unknown.
+        """
+        infos: dict[str, BlobInfo] = {}
+        for root, listed in self._at_all(lambda root: root.list(prefix)):
+            for info in listed:
+                if info.name != HOST_NAME and self._counts(root, info.name):
+                    infos.setdefault(info.name, info)
+        return [infos[name] for name in sorted(infos)]
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """Publish in the own root; a record that each host has, also in all other roots.
+
+        The own root decides. A host that does not answer lacks the record, which the next job
+        gives it.
+        """
+        self._begin_epoch()
+        others = self._roots[1:]
+        if exclusive and others:
+            try:
+                url = self._first(name, lambda root: (root.stat(name), root.url))[1]
+            except BlobNotFoundError:
+                pass
+            else:
+                msg = f"{name} already exists on {url}"
+                raise BlobExistsError(msg)
+        self.inner.publish(name, data, exclusive=exclusive)
+        if not name.startswith(_RECORDS):
+            return
+        for root, outcome in _called(others, lambda root: root.publish(name, data)):
+            if isinstance(outcome, BaseException):
+                log.warning("host %s lacks %s: %s", root.host, name, str(outcome))
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """Delete in all roots.
+
+        Raises:
+            StorageError: A host does not answer, and may still have the blobs.
+        """
+        self._begin_epoch()
+        self._at_all(lambda root: root.delete(names))
+        for name in names:
+            self._known.pop(name, None)
+
+    def sweep(self, before_s: float, /) -> None:
+        """Sweep all roots."""
+        self._at_all(lambda root: root.sweep(before_s))
+
+    def close(self) -> None:
+        """Close the connections to the other hosts, then the own root."""
+        for root in self._roots[1:]:
+            root.backend.close()
+        super().close()
+
+    # -- below --------------------------------------------------------------------------------
+
+    def _counts(self, root: HostRoot, name: str) -> bool:
+        return root.epoch == self._newest or not name.startswith(_RECORDS)
+
+    def _first(self, name: str, call: Callable[[Backend], T]) -> T:
+        """Return the result of `call` for the first root that has `name`.
+
+        Raises:
+            BlobNotFoundError: No root has it.
+            StorageError: No other root has it, and a host does not answer.
+        """
+        known = self._known.get(name)
+        roots = [root for root in self._roots if root is not known and self._counts(root, name)]
+        failure: StorageError | None = None
+        for root in (*([] if known is None else [known]), *roots):
+            try:
+                found = call(root.backend)
+            except BlobTruncatedError:
+                raise
+            except BlobNotFoundError as error:
+                failure = failure or error
+            except StorageError as error:
+                failure = error if isinstance(failure, BlobNotFoundError | None) else failure
+            else:
+                self._note(name, root)
+                return found
+        if failure is None:
+            msg = f"{name} does not exist on {self.url}"
+            raise BlobNotFoundError(msg)
+        raise failure
+
+    def _note(self, name: str, root: HostRoot) -> None:
+        if root is not self._roots[0]:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[name] = root
+
+    def _at_all(self, call: Callable[[Backend], T]) -> Iterator[tuple[HostRoot, T]]:
+        """Return the result of `call` for each root.
+
+        Raises:
+            StorageError: A root failed; the call was made for all others.
+        """
+        results: dict[HostRoot, T] = {}
+        for root, outcome in _called(self._roots, call):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            results[root] = outcome
+        return iter(results.items())
+
+    def _begin_epoch(self) -> None:
+        """Begin the epoch of this job on all hosts, once, before its first change.
+
+        First gives each root the records that count, and deletes those that do not. So a crash at
+        any moment leaves them whole in all roots of the newest epoch.
+
+        Raises:
+            StorageError: A host does not answer.
+        """
+        with self._lock:
+            if not self._may_begin:
+                return
+            records: dict[str, bytes] = {}
+            for info in (*self.list(_RECORDS[0]), *self.list(_RECORDS[1])):
+                try:
+                    data = self.read_record(info.name, limit_bytes=info.size_bytes)
+                except BlobNotFoundError:
+                    continue  # not a file
+                records[info.name] = data
+            # The time in ms orders jobs that have no host in common.
+            epoch = max(int(1000 * time.time()), self._newest + 1)
+            hosts = tuple(root.host for root in self._roots)
+            for root in self._roots:
+                self._give(root, records)
+            for root in self._roots:
+                record = HostRecord(root.host, epoch, hosts)
+                root.backend.publish(HOST_NAME, encode_host(record))
+            self._roots = tuple(root._replace(epoch=epoch) for root in self._roots)
+            self._known = {}
+            self._newest = epoch
+            self._may_begin = False
+
+    def _give(self, root: HostRoot, records: dict[str, bytes]) -> None:
+        there = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}
+        there.discard(HOST_NAME)
+        if there and root.epoch < self._newest:
+            log.warning(
+                "host %s was away from this run: its %d records do not count any more",
+                root.host,
+                len(there),
+            )
+            root.backend.delete(sorted(there))
+            there = set()
+        for name in sorted(records.keys() - there):
+            root.backend.publish(name, records[name])
+
+
+def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
+    root.read(requests)
+
+
+def _called(
+    roots: Sequence[HostRoot], call: Callable[[Backend], T]
+) -> Iterator[tuple[HostRoot, T | BaseException]]:
+    """Yield the result or error of `call` for each root; calls all at once."""
+    if len(roots) == 1:  # needs no thread
+        try:
+            yield roots[0], call(roots[0].backend)
+        except StorageError as error:
+            yield roots[0], error
+        return
+    deadline = Deadline(current_timing().stuck_s)
+    outcomes = call_all_with_deadline(
+        "hosts",
+        [partial(call, root.backend) for root in roots],
+        deadline,
+        lambda: StorageTimeoutError(f"a host did not answer for {deadline.limit_s:g} s"),
+    )
+    yield from zip(roots, outcomes, strict=True)

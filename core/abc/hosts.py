@@ -1,0 +1,137 @@
+"""The contract of backends with a root on each host of a job, and the record in each root.
+
+`docs/format.md` describes the bytes of the record.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.abc.delegating import DelegatingBackend
+from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.core.abc.backend import Backend
+
+HOST_NAME = "tier/host.json"
+"""Name of the record in each host's root."""
+
+_VERSION = 1
+_LIMIT_BYTES = 1 << 20
+_MAX_EPOCH = (1 << 62) - 1
+
+
+class HostRoot(NamedTuple):
+    """The root of one host, as one rank reaches it.
+
+    Attributes:
+        host: The name of the host.
+        epoch: The epoch of the root; 0 if no job has saved there.
+        backend: The root.
+    """
+
+    host: str
+    epoch: int
+    backend: Backend
+
+
+class HostRoots(ABC):
+    """A backend that writes to the root of this host, and reads the roots of all hosts.
+
+    Until `join`, the root of this host is the only one.
+    """
+
+    @property
+    @abstractmethod
+    def own(self) -> Backend:
+        """The root of this host."""
+
+    @abstractmethod
+    def absent(self) -> tuple[str, ...]:
+        """Return the names of the hosts of the newest job that are not in this job.
+
+        Raises:
+            StorageError: A host does not answer.
+        """
+
+    @abstractmethod
+    def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
+        """Read the roots of the other hosts, too; `close` closes them.
+
+        Args:
+            own: The root of this host.
+            others: The roots of the other hosts of the job.
+            leads: Whether this rank begins the epoch of the job, on all hosts.
+        """
+
+
+def host_roots(backend: Backend, /) -> dict[int, HostRoots]:
+    """Return the places of a backend that have a root on each host, by the number of the tier.
+
+    Skips tiers that are not open.
+    """
+    found: dict[int, HostRoots] = {}
+    for number, place in enumerate([tier.backend for tier in backend.tiers] or [backend]):
+        inner = place
+        with suppress(StorageError):
+            while isinstance(inner, DelegatingBackend) and not isinstance(inner, HostRoots):
+                inner = inner.inner
+        if isinstance(inner, HostRoots):
+            found[number] = inner
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """The newest job that has saved to a root.
+
+    Attributes:
+        host: The name of the host then.
+        epoch: The epoch of that job, above those of all its hosts before.
+        hosts: The names of all hosts of that job.
+    """
+
+    host: str
+    epoch: int
+    hosts: tuple[str, ...]
+
+
+def encode_host(record: HostRecord, /) -> bytes:
+    """Return the bytes of the record of a host's root."""
+    body = {
+        "penstock": _VERSION,
+        "host": record.host,
+        "epoch": record.epoch,
+        "hosts": list(record.hosts),
+    }
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def read_host(root: Backend, /) -> HostRecord | None:
+    """Return the record of a host's root; None if the root has none.
+
+    Raises:
+        FormatError: The record cannot be read.
+        StorageError: The root does not answer.
+    """
+    try:
+        data = root.read_record(HOST_NAME, limit_bytes=_LIMIT_BYTES)
+    except BlobNotFoundError:
+        return None
+    try:
+        body = json.loads(data)
+        epoch, names = body["epoch"], (body["host"], *body["hosts"])
+        valid = body["penstock"] == _VERSION and type(epoch) is int and 0 <= epoch <= _MAX_EPOCH
+        if not valid or any(type(name) is not str for name in names):
+            msg = "it has another version, or a field of another type"
+            raise ValueError(msg)  # noqa: TRY301 - joins the errors of json
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        msg = f"{HOST_NAME} on {root.url} cannot be read: {error}"
+        raise FormatError(msg, [HOST_NAME]) from error
+    return HostRecord(names[0], epoch, names[1:])

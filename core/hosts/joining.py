@@ -1,0 +1,275 @@
+"""Joins the roots of all hosts of a job, once, before the job first looks at its checkpoints.
+
+Each rank reports its root to rank 0, which names the rank that serves each root. A rank connects to
+another host only when it needs a blob from there.
+
+Tested in `tests/integration/ranks/test_hosts.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.abc import HostRoot, host_roots, read_host
+from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.errors import (
+    CoordinationError,
+    FormatError,
+    PenstockError,
+    RankError,
+    StorageError,
+)
+from penstock.core.foreign import said
+from penstock.core.hosts.blob_http import Credentials, own_address
+from penstock.core.hosts.census import host_identity
+from penstock.core.hosts.remote_root import RemoteRoot, RootServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from penstock.core.abc import Backend
+    from penstock.core.ranks.group import RankGroup, RanksOfJob
+    from penstock.core.rounds.round import RankPlace
+
+log = logging.getLogger("penstock")
+
+_SERVERS_KEY = "roots/servers"
+# A share of the time after which a rank counts as stuck: a rank that waits for a silent host must
+# not itself count as stuck.
+_PATIENCE = 1 / 4
+
+
+class _Posted(NamedTuple):
+    """The root of one rank, as it reports it: equal identities are one root."""
+
+    identity: str
+    host: str
+    epoch: int
+    address: str
+    port: int
+
+
+class RootsOfJob:
+    """This rank's roots, joined with those of the job's other hosts."""
+
+    def __init__(self, store: Backend, ranks: RanksOfJob, *, network: str | None) -> None:
+        """Prepare; contacts no rank.
+
+        Args:
+            store: The backend of the run.
+            ranks: Finds the ranks of the job.
+            network: The network between hosts, as in `own_address`.
+        """
+        self._places = host_roots(store)
+        self._ranks = ranks
+        self._network = network
+        self._group: RankGroup | None = None
+        self._servers: dict[int, RootServer] = {}
+        self._joined = False
+
+    def join(self) -> None:
+        """Join the roots, the first time; all ranks of the job must call this.
+
+        Raises:
+            RankError: Another rank did not come, or failed.
+            PenstockError: This rank failed.
+        """
+        if self._joined or not self._places:
+            return
+        group = self._ranks.of_restore()
+        if group is not None:
+            self._join_ranks(group)
+        elif self._ranks.obstacle():
+            return  # the ranks cannot find each other yet
+        else:
+            for place in self._places.values():
+                place.join(HostRoot("", _epoch(place.own), place.own), (), leads=True)
+        self._joined = True
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop serving this host's roots, once all other ranks close too, or after the timeout.
+
+        Args:
+            error: Why this rank closes; then it does not wait for the others.
+        """
+        group = self._group
+        if group is None:
+            return
+        group.report_close(error)  # first: a rank that waits for this one in a save must not
+        with suppress(CoordinationError):  # the store, and thus rank 0, is gone
+            group.coordination.post(_end_key(group.place.rank), b"-")
+            others = set(range(group.place.world_size)).difference(group.lost)
+            deadline = Deadline(0 if error or not self._servers else group.timeout_s)
+            while not deadline.is_over():
+                keys = [_end_key(rank) for rank in sorted(others)]
+                if None not in group.coordination.read(keys):
+                    break
+                time.sleep(group.timing.rank_left_poll_s)
+        for server in self._servers.values():
+            server.close()
+
+    def _join_ranks(self, group: RankGroup) -> None:
+        rank, board = group.place.rank, group.coordination
+        secret = hashlib.blake2b(group.uid(-1).encode(), person=b"roots").digest()
+        servers: dict[int, RootServer] = {}
+        try:
+            try:
+                posted = {n: self._serve(n, group, secret, servers) for n in self._places}
+            except PenstockError as error:
+                board.post(_key(rank), json.dumps({"error": said(error)}).encode())
+                raise
+            board.post(_key(rank), json.dumps(posted).encode())
+            serving = self._serving(group)
+            others = self._read(group, {r for ranks in serving.values() for r in ranks})
+        except BaseException:
+            for server in servers.values():
+                server.close()
+            raise
+        patience_s = group.timeout_s * _PATIENCE
+        for number, place in self._places.items():
+            mine = posted[number]
+            leaders = serving.get(number, [])  # empty: rank 0 does not have this place
+            if rank in leaders:
+                servers[number].start(patience_s)
+                self._servers[number] = servers[number]
+            else:
+                servers[number].close()
+            peers = [
+                HostRoot(
+                    there.host,
+                    there.epoch,
+                    RemoteRoot(
+                        f"{there.host} of rank {other}",
+                        (there.address, there.port),
+                        _clients(secret, _server_number(number, other), group.place),
+                        patience_s=patience_s,
+                        timing=group.timing,
+                    ),
+                )
+                for other in leaders
+                if (there := others[other][number]).identity != mine.identity
+            ]
+            place.join(HostRoot(mine.host, mine.epoch, place.own), peers, leads=not rank)
+        self._group = group
+
+    def _serve(
+        self, number: int, group: RankGroup, secret: bytes, servers: dict[int, RootServer]
+    ) -> _Posted:
+        """Listen for other hosts, and return what this rank reports of its root."""
+        place, own = group.place, self._places[number].own
+        server_number = _server_number(number, place.rank)
+
+        def credentials(client: int) -> Credentials | None:
+            return Credentials.of(secret, server_number, client) if client >= 0 else None
+
+        try:
+            address = own_address(group.coordination.host, self._network)
+            server = RootServer(own, address, credentials=credentials, timing=group.timing)
+        except (OSError, ValueError) as error:
+            msg = f"other hosts cannot reach {own.url}: {said(error)}"
+            raise StorageError(msg) from error
+        servers[number] = server
+        identity = _identity(host_identity(place.host, place.rank), own.url)
+        return _Posted(identity, place.host, _epoch(own), *server.address)
+
+    def _serving(self, group: RankGroup) -> dict[int, list[int]]:
+        """Return the ranks that serve each place: the first rank of each root.
+
+        Raises:
+            RankError: A rank did not come, or failed.
+        """
+        if group.place.rank:
+            data = json.loads(group.wait_for_rank_0(_SERVERS_KEY, "which ranks serve their roots"))
+            if "error" in data:
+                raise RankError(data["error"], data["rank"], cause=data["error"])
+            return {int(number): ranks for number, ranks in data.items()}
+        try:
+            posted = self._read(group, set(range(group.place.world_size)))
+        except RankError as error:
+            failure = json.dumps({"error": str(error), "rank": error.rank}).encode()
+            group.coordination.post(_SERVERS_KEY, failure)
+            raise
+        serving: dict[int, list[int]] = {}
+        for number in self._places:
+            first: dict[str, int] = {}
+            for rank in sorted(posted):
+                if number in posted[rank]:
+                    first.setdefault(posted[rank][number].identity, rank)
+            serving[number] = sorted(first.values())
+        group.coordination.post(_SERVERS_KEY, json.dumps(serving).encode())
+        return serving
+
+    def _read(self, group: RankGroup, ranks: set[int]) -> dict[int, Mapping[int, _Posted]]:
+        """Wait for the reports of these ranks.
+
+        Raises:
+            RankError: A rank did not come in time, or failed.
+        """
+        deadline = Deadline(group.timeout_s, group.timing.clock)
+        found: dict[int, Mapping[int, _Posted]] = {}
+        pause_s = group.timing.hosts_poll_first_s
+        while missing := sorted(ranks - found.keys()):
+            values = group.coordination.read([_key(rank) for rank in missing])
+            for rank, value in zip(missing, values, strict=True):
+                if value is not None:
+                    found[rank] = _decoded(rank, value)
+            if missing[0] not in found and deadline.is_over():
+                cause = f"has not reported its root for {group.timeout_s:g} s"
+                msg = f"rank {missing[0]} {cause}: with a backend `hosts` all ranks must call"
+                raise RankError(msg, missing[0], cause=cause)
+            time.sleep(0 if len(found) == len(ranks) else pause_s)
+            pause_s = min(2 * pause_s, group.timing.hosts_poll_most_s)
+        return found
+
+
+def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:
+    data = json.loads(value)
+    if "error" in data:
+        cause = f"failed with {data['error']}"
+        msg = f"rank {rank} {cause}"
+        raise RankError(msg, rank, cause=cause)
+    return {int(number): _Posted(*fields) for number, fields in data.items()}
+
+
+def _epoch(root: Backend) -> int:
+    """Return the epoch of a root; 0 if it has none, or if its record is damaged."""
+    try:
+        record = read_host(root)
+    except FormatError as error:
+        log.warning("the records of %s do not count: %s", root.url, str(error))
+        return 0
+    return 0 if record is None else record.epoch
+
+
+def _identity(host: str, url: str) -> str:
+    """Return an identifier of a root; containers may see different files under one path."""
+    try:
+        files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
+    except OSError:
+        files = ""
+    return hashlib.blake2b(f"{host}\0{files}\0{url}".encode(), digest_size=12).hexdigest()
+
+
+def _clients(secret: bytes, server: int, place: RankPlace) -> Iterator[tuple[int, Credentials]]:
+    """Yield client numbers that no other rank uses."""
+    for number in itertools.count(place.rank, place.world_size):
+        yield number, Credentials.of(secret, server, number)
+
+
+def _server_number(number: int, rank: int) -> int:
+    return rank << 8 | number
+
+
+def _end_key(rank: int) -> str:
+    return f"roots/{rank:05d}/end"
+
+
+def _key(rank: int) -> str:
+    return f"roots/{rank:05d}"

@@ -1,0 +1,287 @@
+"""Serves this host's root to the other hosts of a job, and reaches the roots of other hosts.
+
+Tested in `tests/core/hosts/test_remote_root.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from penstock.core.abc import Backend, BlobWriter, check_blob_name
+from penstock.core.concurrency.watchdog import Deadline
+from penstock.core.errors import StorageError
+from penstock.core.foreign import said
+from penstock.core.hosts.blob_http import BlobClient, BlobServer, Credentials
+from penstock.core.types import BlobInfo, Capabilities, ReadRequest, flat_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.core.concurrency.timing import Timing
+    from penstock.core.hosts.blob_http import BlobRange
+
+T = TypeVar("T")
+
+_RANGE_BYTES = 4 << 20  # of one request: the server holds as much per client
+_DELETED_AT_ONCE = 1000
+
+
+class RootServer:
+    """Serves a root to ranks on other hosts: they read, list, publish and delete."""
+
+    def __init__(
+        self,
+        root: Backend,
+        address: str,
+        *,
+        credentials: Callable[[int], Credentials | None],
+        timing: Timing,
+    ) -> None:
+        """Listen on a free port of `address`; `start` serves requests.
+
+        Raises:
+            OSError: This host lacks the address, or no socket is available.
+        """
+        self._root = root
+        self._timing = timing
+        self._server = BlobServer(
+            address,
+            credentials=credentials,
+            lend=self._lend,
+            left=lambda _: None,
+            answer=self._answer,
+            timing=timing,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address and the port of this server."""
+        host, port, *_ = self._server.server_address
+        return str(host), int(port)
+
+    def start(self, patience_s: float) -> None:
+        """Serve on threads; a new connection has `patience_s` to prove its identity."""
+        self._server.start(patience_s)
+
+    def close(self) -> None:
+        """Close all connections; return once no thread reads or changes the root."""
+        self._server.close()
+        self._server.join(Deadline(self._timing.interrupt_s))
+
+    @contextmanager
+    def _lend(self, client: int, place: BlobRange) -> Iterator[memoryview | None]:
+        del client
+        if place.length > _RANGE_BYTES:
+            msg = f"a request for {place.length} bytes is too long"
+            raise StorageError(msg)
+        data = memoryview(bytearray(place.length))
+        self._root.read([ReadRequest(place.blob, place.offset, data)])
+        yield data
+
+    def _answer(self, path: str, body: bytes) -> bytes:
+        operation, _, name = path.partition("/")
+        root = self._root
+        match operation:
+            case "list":
+                return _encoded(root.list(name))
+            case "stat":
+                return _encoded([root.stat(name)])
+            case "publish":
+                root.publish(name, body)
+            case "delete":
+                root.delete(body.decode(errors="replace").split("\n"))
+            case "sweep":
+                root.sweep(_number(body))
+            case _:
+                msg = f"there is no operation {operation!r}"
+                raise StorageError(msg)
+        return b""
+
+
+class RemoteRoot(Backend):
+    """The root of another host, over one connection, made when it is needed. Creates no blobs.
+
+    After an error of the connection, calls fail at once for `patience_s`.
+    """
+
+    name: ClassVar[str] = "remote"
+
+    def __init__(
+        self,
+        host: str,
+        address: tuple[str, int],
+        clients: Iterator[tuple[int, Credentials]],
+        *,
+        patience_s: float,
+        timing: Timing,
+    ) -> None:
+        """Prepare; connect at the first call.
+
+        Args:
+            host: The name of the host in messages.
+            address: The address of its `RootServer`.
+            clients: The numbers of this client and their credentials, one for each connection: the
+                server accepts each number once, so an overheard token is useless.
+            patience_s: The most seconds to wait for a connection, and for more bytes.
+            timing: The clock.
+        """
+        self._host = host
+        self._address = address
+        self._clients = clients
+        self._patience_s = patience_s
+        self._timing = timing
+        self._lock = threading.Lock()  # held during a call; guards all below
+        self._client: BlobClient | None = None
+        self._failure = ""
+        self._pause = Deadline(0.0, timing.clock)
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """The name and the address of the host."""
+        return f"host {self._host} ({self._address[0]}:{self._address[1]})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """None besides reading, listing, publishing and deleting."""
+        return Capabilities(exclusive_publish=False)
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        """Raise, since each host writes only its own blobs."""
+        del size_hint
+        msg = f"cannot create {name} on {self.url}: only that host does"
+        raise StorageError(msg)
+
+    def read(self, requests: Sequence[ReadRequest], /) -> None:
+        """See `Backend.read`."""
+        parts = []
+        for request in requests:
+            check_blob_name(request.name)
+            target = flat_view(request.target)
+            for at in range(0, target.nbytes, _RANGE_BYTES):
+                some = target[at : at + _RANGE_BYTES]
+                parts.append(ReadRequest(request.name, request.offset + at, some))
+        self._call(lambda client: client.read(parts))
+
+    def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
+        """See `Backend.publish`."""
+        if exclusive:
+            msg = f"{self.url} publishes nothing exclusively"
+            raise StorageError(msg)
+        check_blob_name(name)
+        self._call(lambda client: client.call(f"publish/{name}", bytes(data)))
+
+    def list(self, prefix: str, /) -> Sequence[BlobInfo]:
+        """See `Backend.list`."""
+        check_blob_name(prefix, prefix=True)
+        return _decoded(self._call(lambda client: client.call(f"list/{prefix}")), self.url)
+
+    def stat(self, name: str, /) -> BlobInfo:
+        """See `Backend.stat`."""
+        check_blob_name(name)
+        return _decoded(self._call(lambda client: client.call(f"stat/{name}")), self.url)[0]
+
+    def delete(self, names: Sequence[str], /) -> None:
+        """See `Backend.delete`."""
+        for name in names:
+            check_blob_name(name)
+        for at in range(0, len(names), _DELETED_AT_ONCE):
+            body = "\n".join(names[at : at + _DELETED_AT_ONCE]).encode()
+            self._call(partial(_delete, body))
+
+    def sweep(self, before_s: float, /) -> None:
+        """See `Backend.sweep`."""
+        self._call(lambda client: client.call("sweep", repr(before_s).encode()))
+
+    def close(self) -> None:
+        """Close the connection; a call in flight fails."""
+        self._closed = True
+        client = self._client
+        if client is not None:
+            client.close("the run was closed")
+        with self._lock:
+            self._drop()
+        super().close()
+
+    def _call(self, use: Callable[[BlobClient], T]) -> T:
+        with self._lock:
+            if self._closed:
+                msg = f"{self.url} is closed"
+                raise StorageError(msg)
+            if self._client is None and not self._pause.is_over():
+                raise StorageError(self._failure)
+            try:
+                if self._client is None:
+                    self._client = self._connected()
+                return use(self._client)
+            except OSError as error:  # out of descriptors
+                raise self._lost(said(error)) from error
+            except StorageError as error:
+                if self._client is not None and not self._client.is_lost:
+                    msg = f"{self.url}: {error}"
+                    raise type(error)(msg) from error
+                raise self._lost(str(error)) from error
+
+    def _connected(self) -> BlobClient:
+        client = BlobClient(
+            self._address,
+            *next(self._clients),
+            connect_s=self._patience_s,
+            silent_s=self._patience_s,
+        )
+        try:
+            client.connect()
+        except BaseException:
+            client.dispose()
+            raise
+        return client
+
+    def _lost(self, why: str) -> StorageError:
+        self._drop()
+        self._failure = f"{self.url} does not answer: {why}"
+        self._pause = Deadline(self._patience_s, self._timing.clock)
+        return StorageError(self._failure)
+
+    def _drop(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.dispose()
+
+
+def _delete(body: bytes, client: BlobClient) -> None:
+    client.call("delete", body)
+
+
+def _encoded(infos: Sequence[BlobInfo]) -> bytes:
+    return json.dumps([[i.name, i.size_bytes, i.modified_s] for i in infos]).encode()
+
+
+def _decoded(data: bytes, url: str) -> list[BlobInfo]:
+    """Return a listing.
+
+    Raises:
+        StorageError: It is not one, or has a malformed name.
+    """
+    try:
+        infos = [
+            BlobInfo(str(name), int(size), float(modified_s))
+            for name, size, modified_s in json.loads(data)
+        ]
+    except (ValueError, TypeError, RecursionError) as error:
+        msg = f"the listing of {url} cannot be read: {error}"
+        raise StorageError(msg) from error
+    for info in infos:
+        check_blob_name(info.name)
+    return infos
+
+
+def _number(body: bytes) -> float:
+    try:
+        return float(body)
+    except ValueError as error:
+        msg = "the time is not a number"
+        raise StorageError(msg) from error

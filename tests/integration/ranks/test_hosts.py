@@ -1,0 +1,314 @@
+"""Ranks whose hosts have separate roots save and restore one checkpoint together."""
+
+import os
+import shutil
+import signal
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integration.ranks.saving import Job
+from tests.integration.ranks.test_processes import JOIN, LIMIT_S, end, start
+
+from penstock import Checkpointer, ConfigError, Shard
+from penstock.core.cli.commands.ls import list_run
+from penstock.core.errors import CheckpointNotFoundError, DamagedError
+from penstock.core.storage.open import open_backend
+
+
+class Hosts:
+    """The roots of several hosts, and the jobs that run on them.
+
+    Args:
+        durable: The durable tier behind the roots; None: there is none.
+    """
+
+    def __init__(self, folder, durable=None):
+        self._folder = folder
+        self._durable = durable
+
+    def root(self, host):
+        return self._folder / host
+
+    def lose(self, host):
+        shutil.rmtree(self.root(host))
+
+    def copy(self, host):
+        """Copy the root of a host as it is now; return the function that brings it back."""
+        copied = self._folder / f"copy-of-{host}"
+        shutil.copytree(self.root(host), copied)
+
+        def bring_back():
+            shutil.rmtree(self.root(host), ignore_errors=True)
+            copied.rename(self.root(host))
+
+        return bring_back
+
+    def job(self, hosts, **options):
+        """A job with one rank on each of these hosts, such as `ab`."""
+
+        def store(rank):
+            fast = {"type": "hosts", "path": str(self.root(hosts[rank]))}
+            if self._durable is None:
+                return fast
+            return {"type": "tiered", "fast": fast, "durable": self._durable}
+
+        return Job(len(hosts), store, host=lambda rank: hosts[rank], **options)
+
+    def run(self, hosts, work, **options):
+        """Return the results of `work(ckpt, rank, count)`, which must not raise."""
+        found = self.job(hosts, **options).run(lambda ckpt, rank: work(ckpt, rank, len(hosts)))
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found
+
+    def save(self, hosts, *steps, **options):
+        self.run(hosts, lambda *of: [saved(*of, step=step) for step in steps], **options)
+
+    def restore(self, hosts, step="latest", **options):
+        """Restore on all hosts bit for bit; return the step."""
+        found = self.run(hosts, lambda *of: restored(*of, step=step, **options))
+        assert len(set(found)) == 1
+        return found[0]
+
+
+def whole(step):
+    return torch.arange(48.0).reshape(12, 4) * step
+
+
+def state_of(step, rank, count):
+    """Rows of a tensor that all ranks hold together."""
+    size = 12 // count
+    rows = whole(step)[rank * size : (rank + 1) * size].clone()
+    return {"w": Shard(rows, (12, 4), (rank * size, 0)), "step": step}
+
+
+def saved(ckpt, rank, count, step):
+    return ckpt.save(state_of(step, rank, count), step).result(300)
+
+
+def restored(ckpt, rank, count, step, **options):
+    state = state_of(0, rank, count)
+    report = ckpt.restore(state, step, **options)
+    assert torch.equal(state["w"].tensor, state_of(report.step, rank, count)["w"].tensor)
+    assert state["step"] == report.step
+    return report.step
+
+
+def rewind_to_1(ckpt, rank, _):
+    ckpt.steps()  # all ranks join their roots
+    return ckpt.rewind(1) if rank == 0 else None
+
+
+def delete_1(ckpt, rank, _):
+    ckpt.steps()
+    return ckpt.delete(1) if rank == 0 else None
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path)
+
+
+@pytest.mark.parametrize("later", ["ab", "ba", "abc", "cab", "bcda"])
+def test_job_restarts_on_the_same_hosts_in_any_order_and_more(hosts, later):
+    hosts.save("ab", 1, 2)
+    assert {path.name[:5] for path in hosts.root("a").glob("data/*/parts/*")} == {"00000"}
+    assert hosts.restore(later) == 2
+    assert hosts.restore(later, 1) == 1
+
+
+def test_ranks_on_fewer_hosts_restore_if_the_hosts_have_all(hosts):
+    hosts.save("abc", 1)
+
+    def work(ckpt, rank, count):
+        return restored(ckpt, rank, count, step="latest")
+
+    # Two ranks on one host, and one rank on each of the other two.
+    assert hosts.run("aabc", work) == [1] * 4
+
+
+def test_host_without_its_root_leaves_the_step_incomplete(hosts):
+    hosts.save("a", 1)
+    hosts.save("ab", 2)
+    hosts.lose("b")
+    assert hosts.restore("ab") == 1
+
+    def look(ckpt, rank, count):
+        with pytest.raises(DamagedError, match=r"step 2 .* is incomplete"):
+            ckpt.restore(state_of(0, rank, count), 2)
+        return ckpt.steps(), ckpt.latest()
+
+    assert hosts.run("ab", look) == [([1], 1)] * 2
+
+
+def test_absent_host_is_named(hosts):
+    hosts.save("ab", 2)
+
+    def look(ckpt, rank, count):
+        with pytest.raises(DamagedError, match="which lacks b"):
+            ckpt.info(2)
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.restore(state_of(0, rank, count))
+        return ckpt.latest()
+
+    assert hosts.run("ac", look) == [None, None]
+    assert hosts.restore("ab") == 2  # nothing was changed
+
+
+def test_prune_keeps_incomplete_steps(hosts):
+    hosts.save("ab", 2)
+    hosts.run("a", lambda ckpt, *_: ckpt.prune(), grace_s=0.001)
+    assert hosts.restore("ab") == 2
+
+
+def test_job_that_lost_a_host_saves_the_incomplete_step_again(hosts):
+    hosts.save("a", 1)
+    hosts.save("ab", 2, 3)
+    bring_back = hosts.copy("b")
+    hosts.lose("b")
+    assert hosts.restore("ab") == 1
+    hosts.save("ab", 2)
+    assert hosts.restore("ab") == 2
+    bring_back()
+    # Step 2 lacks what the new root of b had. The old steps 2 and 3 do not come back.
+    assert hosts.restore("ab") == 1
+
+
+def test_returning_root_never_wins(hosts):
+    hosts.save("ab", 1, 2, 3)
+    bring_back = hosts.copy("b")
+    hosts.run("ab", rewind_to_1)
+    hosts.save("ab", 2)
+    bring_back()
+    assert hosts.restore("ba") == 1  # step 2 needs what the old root of b lacks
+    hosts.save("ab", 2)
+    assert hosts.restore("ba") == 2
+
+
+def test_old_root_does_not_bring_back_what_a_job_without_it_deleted(hosts):
+    hosts.save("a", 1, 2)
+    hosts.run("ab", lambda ckpt, rank, _: saved(ckpt, rank, 2, 3))
+    bring_back = hosts.copy("a")
+    hosts.run("ab", rewind_to_1)
+    bring_back()
+    assert hosts.run("ab", lambda ckpt, *_: ckpt.steps()) == [[1], [1]]
+
+
+def test_records_of_an_old_root_are_gone_when_it_joins_the_epoch(hosts):
+    hosts.save("b", 5)
+    bring_back = hosts.copy("b")
+    hosts.run("ab", lambda ckpt, rank, _: (ckpt.steps(), rank or ckpt.delete(5)))
+    bring_back()
+    hosts.save("ab", 1)
+    assert hosts.run("ab", lambda ckpt, *_: ckpt.steps()) == [[1], [1]]
+
+
+def test_every_host_gets_every_commit_record(hosts):
+    hosts.save("a", 1)
+    hosts.save("ab", 2)
+    for host in "ab":
+        assert len([*hosts.root(host).glob("commits/*")]) == 2
+
+
+def test_command_line_shows_what_one_host_lacks(hosts):
+    hosts.save("a", 1)
+    hosts.save("ab", 2)
+    with closing(open_backend(f"hosts://{hosts.root('a')}")) as backend:
+        assert [one.incomplete for one in list_run(backend)] == [False, True]
+
+
+def test_blobs_of_an_old_root_count(hosts):
+    hosts.save("ab", 1)
+    hosts.save("a", 2)  # b is away
+    assert hosts.restore("ab", 1) == 1
+
+
+def test_jobs_without_a_common_host_are_ordered_by_time(hosts):
+    hosts.save("a", 7)
+    hosts.save("b", 1)
+    assert hosts.restore("ab") == 1
+
+
+def test_delete_reaches_all_hosts(hosts):
+    hosts.save("ab", 1, 2)
+    hosts.run("ab", delete_1)
+    assert hosts.restore("ba") == 2
+    for host in "ab":
+        assert len([*hosts.root(host).glob("data/*")]) == 1
+        assert len([*hosts.root(host).glob("commits/*")]) == 1
+
+
+def test_copies_reach_the_durable_tier_and_restore_without_a_host(hosts, tmp_path):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("ab", 1, 2)
+    assert len([*(tmp_path / "durable").glob("commits/*")]) == 2
+    tiers.lose("b")
+    assert tiers.restore("ab") == 2
+    tiers.save("ab", 3)
+    assert tiers.restore("ba") == 3
+
+
+def test_more_copies_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="copies = 1 is not supported yet"):
+        Checkpointer({"type": "hosts", "path": str(tmp_path), "copies": 1})
+
+
+DIES = (
+    JOIN
+    + """
+import os
+from pathlib import Path
+
+limit_s, kind = float(sys.argv[5]), sys.argv[6]
+
+def open_at(host):
+    backend = {"type": "hosts", "path": f"{root}/host{host}"}
+    if kind == "tiered":
+        backend = {"type": "tiered", "fast": backend, "durable": f"{root}/durable"}
+    return penstock.Checkpointer(backend, rank_timeout_s=limit_s)
+
+part = lambda n: penstock.Shard(torch.full((9, 4), float(n)), (9 * count, 4), (9 * rank, 0))
+with open_at(rank) as ckpt:
+    ckpt.save({"w": part(1 + rank)}, 1, mode="blocking")
+
+def wait(progress):
+    if progress.phase == "read" and not progress.bytes_done:
+        print("reads", flush=True)
+        while rank == 0 or not Path(f"{root}/go").exists():
+            time.sleep(0.05)
+
+ckpt = open_at((rank + 1) % count)  # rank 0 now serves what rank 1 has saved
+found = part(0)
+try:
+    ckpt.restore({"w": found}, on_progress=wait)
+except penstock.PenstockError as error:
+    equal = torch.equal(found.tensor, part(1 + rank).tensor)
+    print(equal, type(error).__name__, str(error).replace("\\n", " "), sep="|", flush=True)
+    os._exit(0)
+"""
+)
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", ["alone", "tiered"])
+def test_host_that_dies_ends_the_restore_by_name(tmp_path, how, kind):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    root = tmp_path / "run"
+    processes = start(DIES, 3, store.port, root, LIMIT_S, kind)
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "reads\n"
+        os.kill(processes[0].pid, how)
+        (root / "go").touch()
+        told = [process.stdout.readline().split("|") for process in processes[1:]]
+        print(told)
+        assert all("rank 0" in text for _, _, text in told)
+        if kind == "tiered":  # rank 1 has read its bytes from the durable tier
+            assert [equal for equal, _, _ in told] == ["True", "True"]
+    finally:
+        end(processes)
