@@ -4,9 +4,10 @@ They work on blocks that fit into the L2 cache, and write into memory that their
 numpy splits 256 Ki elements at three times the speed of 4 Mi elements.
 
 The top 16 bits of an element become two planes of bytes. For floats the first plane holds the 8
-bits below the sign, the exponent, which compress. (In float16 the last three are mantissa bits; in
-float64 the last three exponent bits are in the second plane.) The second plane holds the next 7
-bits and the sign, which seldom compress. The lower bits become one plane, or one plane per byte.
+bits below the sign. They are the exponent, which compresses well. (In float16 the last three of
+them are mantissa bits; in float64 the last three bits of the exponent are in the second plane.) The
+second plane holds the next 7 bits and the sign, which seldom compress. The lower bits become one
+plane, or one plane per byte.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _RUNS = 64
 
 
 def sampled(elements: int, run: int) -> NDArray[np.intp]:
-    """Return the indices of 64 evenly spaced runs of `run` elements, or of all if there are few."""
+    """Return the indices of 64 evenly spaced runs of `run` elements, or of all elements."""
     if elements <= _RUNS * run:
         return np.arange(elements)
     starts = np.linspace(0, elements - run, _RUNS).astype(np.intp)

@@ -89,7 +89,7 @@ class TargetFiles:
         """Check again, under the lease, and publish the intent.
 
         Returns:
-            Whether a deletion has left data, or may be deleting it.
+            Whether a deletion left data here, which it may still be deleting.
 
         Raises:
             StepExistsError: As for `check`.

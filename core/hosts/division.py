@@ -237,7 +237,7 @@ class HostNeeds:
         return [member for member in range(mask.bit_length()) if mask >> member & 1]
 
     def span(self, component: int) -> ByteRange:
-        """Return the bytes of a component."""
+        """Return the byte range of a component."""
         return ByteRange(*map(int, self.components[component, 3:]))
 
     def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:

@@ -350,7 +350,7 @@ def _up_to(
         NotLoggedError: A step was asked for, and not all ranks have it; or this rank lacks `last`.
     """
     if asked is not None and last < asked:
-        msg = f"not every rank has step {asked} whole in its log: the last one is {last}"
+        msg = f"not every rank has step {asked} whole in its log, but all have step {last}"
         raise NotLoggedError(msg)
     chosen = [entry for entry in entries if entry.header.step <= last]
     if last != (chosen[-1].header.step if chosen else base):

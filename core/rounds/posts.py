@@ -205,7 +205,10 @@ def due_key(number: int, post: int) -> str:
 
 
 def values_key(number: int, rank: int, piece: int) -> str:
-    """Return the key of a piece of the digests of a rank's values, if they differ from rank 0's."""
+    """Return the key of a piece of a rank's value digests.
+
+    A rank posts them only if they differ from rank 0's.
+    """
     return f"rounds/{number}/values/{rank:05d}-{piece}"
 
 

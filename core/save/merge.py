@@ -489,7 +489,7 @@ def _doubtful(table: ShardTable) -> NDArray[np.intp]:
 def _cover(
     shape: tuple[int, ...], dims: NDArray[np.uint8], bounds: NDArray[np.int64]
 ) -> tuple[str | None, int]:
-    """Return how shards fail to cover a tensor, or None, and the number of their elements.
+    """Return a flaw in how shards cover a tensor, or None, and how many elements the shards have.
 
     Args:
         shape: Shape of the tensor.

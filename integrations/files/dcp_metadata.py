@@ -305,7 +305,7 @@ class _MetadataReader:
     def _numbers(self, value: object) -> tuple[int, ...]:
         numbers = self._typed(value, tuple)
         if not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse("has other values where integers of at least 0 belong")
+            self._refuse("has other values where non-negative integers belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:

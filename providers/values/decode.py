@@ -241,10 +241,14 @@ def _decode_zone(zone: Any) -> dt.tzinfo | None:
 
 @lru_cache(maxsize=1024)  # more than there are
 def _zone(key: str) -> ZoneInfo:
-    """Return what the user's own `ZoneInfo(key)` would, if that runs no unexpected code.
+    """Return `ZoneInfo(key)`; refuse a key for which that could run unexpected code.
 
     For a key that the system lacks, `ZoneInfo` imports the package `tzdata` from the first place
-    that has it, and a subpackage that the key names.
+    that has it, and a subpackage that the key names. So the key must name a zone of the system or
+    of an installed `tzdata`.
+
+    Raises:
+        ValueError: It names neither.
     """
     with installed_only():
         package = importlib.util.find_spec("tzdata")

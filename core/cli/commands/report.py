@@ -390,7 +390,7 @@ def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
 
 
 def commit_seconds(places: Sequence[Backend], listed: Sequence[Listed]) -> dict[str, float]:
-    """Return, by uid, the whole seconds from the start of writing to the commit."""
+    """Return, by uid, the seconds from the start of writing to the commit, where they are known."""
     found: dict[str, float] = {}
     for record in (one.record for one in listed if one.record is not None):
         for place in places:

@@ -433,7 +433,7 @@ BREAKS = {
     "leaves": (lambda m: info_of(m, relative_path="../w"), "not in the folder"),
     "absolute": (lambda m: info_of(m, relative_path="/etc/passwd"), "not in the folder"),
     "no name": (lambda m: info_of(m, relative_path=""), "not in the folder"),
-    "offset": (lambda m: info_of(m, offset=-1), "where integers of at least 0 belong"),
+    "offset": (lambda m: info_of(m, offset=-1), "where non-negative integers belong"),
     "far": (lambda m: info_of(m, offset=1 << 40), "'w' in .* is damaged"),
     "long": (lambda m: info_of(m, length=3), "'w' in .* is damaged"),
     "no dict": (lambda m: setattr(m, "storage_data", [1]), "a list where a dict belongs"),
