@@ -23,7 +23,7 @@ from penstock.core.replicas.holdings import Epoch, is_record
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from penstock.core.replicas.holdings import Holdings, HostRoot
+    from penstock.core.replicas.holdings import Holdings, RootListing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class EpochProposal:
     records: tuple[str, ...]
     before: Epoch
 
-    def is_late(self, root: HostRoot) -> bool:
+    def is_late(self, root: RootListing) -> bool:
         """Return whether a root has joined this epoch or a later one, so that nothing is to do.
 
         Only `epoch` in the root confirms the proposal.
         """
         return root.epoch >= self.epoch
 
-    def resets(self, root: HostRoot) -> Epoch:
+    def resets(self, root: RootListing) -> Epoch:
         """Return the epoch that a host writes into its root before it changes a record.
 
         A host of an earlier epoch must not count with the others of it: if it is killed halfway, it
@@ -57,7 +57,7 @@ class EpochProposal:
         """
         return root.epoch if root.epoch == self.before else Epoch(root.epoch.number)
 
-    def copied(self, root: HostRoot) -> list[str]:
+    def copied(self, root: RootListing) -> list[str]:
         """Return the records that a host must copy, before it deletes any.
 
         A copy replaces a record of the same name, which may be of another checkpoint. If hosts
@@ -65,7 +65,7 @@ class EpochProposal:
         """
         return [n for n in self.records if root.epoch != self.before or n not in root.files]
 
-    def deleted(self, root: HostRoot) -> list[str]:
+    def deleted(self, root: RootListing) -> list[str]:
         """Return the records that a host must delete.
 
         One lock covers the listing of the root, the deletions, and the write of the epoch. Else a

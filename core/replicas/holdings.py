@@ -33,7 +33,7 @@ class Epoch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HostRoot:
+class RootListing:
     """The root of one host, as listed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Holdings:
     index, parts and blobs, borrowed blobs included.
     """
 
-    def __init__(self, roots: Iterable[HostRoot]) -> None:
+    def __init__(self, roots: Iterable[RootListing]) -> None:
         """Index the files of these roots by name."""
         self.roots = {root.host: root for root in roots}
         self.epoch = max((root.epoch for root in self.roots.values()), default=Epoch())

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.format import records
 from penstock.core.replicas.epochs import propose_epoch
-from penstock.core.replicas.holdings import Epoch, Holdings, HostRoot, is_record
+from penstock.core.replicas.holdings import Epoch, Holdings, RootListing, is_record
 from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
 
@@ -49,7 +49,7 @@ class Root:
 
     def listed(self):
         sizes = {name: size for name, (size, _) in self.files.items()}
-        return HostRoot(self.name, self.epoch, self.members, sizes)
+        return RootListing(self.name, self.epoch, self.members, sizes)
 
     def write(self, name, size, uid):
         if size > self.room:

@@ -2,7 +2,7 @@
 
 from penstock.core.format.records import blob_name, commit_name, part_name
 from penstock.core.replicas.epochs import propose_epoch
-from penstock.core.replicas.holdings import Epoch, Holdings, HostRoot
+from penstock.core.replicas.holdings import Epoch, Holdings, RootListing
 from penstock.core.replicas.placement import group_hosts
 
 UID = "ab" * 16
@@ -13,7 +13,7 @@ PAIR = group_hosts({"a": "a", "b": "b"}, 1)
 
 
 def root(host, files, epoch=NEW, members=("a", "b")):
-    return HostRoot(host, epoch, frozenset(members), files)
+    return RootListing(host, epoch, frozenset(members), files)
 
 
 def test_a_checkpoint_is_whole_in_the_union_of_hosts():

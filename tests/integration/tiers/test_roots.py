@@ -103,7 +103,7 @@ def test_the_place_of_another_run_is_refused(folders, tmp_path):
     other = Folders(tmp_path / "other")
     save(other, 1)
     folders.durable = other.durable
-    with pytest.raises(ConfigError, match="two runs"):
+    with pytest.raises(ConfigError, match="different runs"):
         opened(folders)
 
 

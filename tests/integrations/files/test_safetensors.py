@@ -501,8 +501,8 @@ def test_missing_files_and_unknown_formats_are_refused(tmp_path, refused):
     (tmp_path / "text").write_text("hello, world")
     for name, match in (
         ("nothing", "does not exist"),
-        ("folder", "no known"),
-        ("text", "no known"),
+        ("folder", "not recognized"),
+        ("text", "not recognized"),
     ):
         with refused(penstock.ConfigError, match) as root:
             penstock.import_checkpoint(tmp_path / name, root, step=2)
