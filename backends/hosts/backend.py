@@ -45,7 +45,7 @@ log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 
-_RECORDS = ("commits/", "tier/")
+_RECORDS = ("commits/", "notes/", "tier/")
 """The records that each host has, and that count only in roots with the newest epoch."""
 
 _MOST_KNOWN = 1 << 16
@@ -57,12 +57,14 @@ class HostsConfig(PluginConfig):
     Attributes:
         path: The path, URL or table of the root on this host; on every host another place.
         copies: The number of other hosts that hold a copy of a host's data; only 0 for now.
+        experimental: Must be true: this backend can still lose checkpoints when hosts come and go.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: str | dict[str, Any] = Field(repr=False)  # may hold credentials
     copies: int = Field(default=0, ge=0)
+    experimental: bool = False
 
 
 class HostsBackend(DelegatingBackend, HostRoots):
@@ -80,6 +82,12 @@ class HostsBackend(DelegatingBackend, HostRoots):
         """Wrap the open root of this host; `close` closes it."""
         if root is None:
             msg = "hosts needs the root of this host: open it from a configuration, or give a root"
+            raise ConfigError(msg)
+        if not config.experimental:
+            msg = (
+                "hosts is experimental: it can lose checkpoints when hosts come and go (see "
+                "docs/tiers.md). Set experimental = true to try it with data that may be lost"
+            )
             raise ConfigError(msg)
         if config.copies:
             msg = f"copies = {config.copies} is not supported yet: set copies = 0"
@@ -310,7 +318,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             if not self._may_begin:
                 return
             records: dict[str, bytes] = {}
-            for info in (*self.list(_RECORDS[0]), *self.list(_RECORDS[1])):
+            for info in (info for prefix in _RECORDS for info in self.list(prefix)):
                 try:
                     data = self.read_record(info.name, limit_bytes=info.size_bytes)
                 except BlobNotFoundError:

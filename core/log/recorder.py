@@ -13,6 +13,8 @@ from functools import partial
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.catalog.survey import places_of
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
@@ -42,6 +44,8 @@ from penstock.core.types import Kind, Role, valid_step
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    import torch
+
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
@@ -57,6 +61,9 @@ log = logging.getLogger("penstock")
 # one as take this share of the time, and at least every 64th.
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
 _DIGEST_FREE_S = 0.0005  # a digest that takes less is always taken
+_SAMPLED_BYTES = (
+    512  # of each parameter that no optimizer changes; an odd stride meets all its bits
+)
 
 _SYNC_REMOTE = 8  # entries that are made durable together elsewhere than on this machine
 
@@ -128,7 +135,8 @@ class Recorder:
         # The memory and version of each parameter that no optimizer changes, as the log has it, and
         # the source, so that no other memory gets the same address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
-        self._at_base: dict[int, tuple[int, object]] = {}  # version and storage, by address
+        # Version, sample and storage, by address.
+        self._at_base: dict[int, tuple[int, bytes, object]] = {}
         self._rounded = self._warned = ""  # why no log follows the last save; what a warning named
         self.place: tuple[int, int] = 0, 1
         """The rank and the number of ranks."""
@@ -309,7 +317,11 @@ class Recorder:
             frozen = [p for module in modules for p in module.parameters()]
             # Holding the memory keeps its address from other tensors; those who never log need not.
             self._at_base = {
-                address: (version_of(p), p.untyped_storage() if self._watch.keeps else None)
+                address: (
+                    version_of(p),
+                    _sample(_view_of(p)),
+                    p.untyped_storage() if self._watch.keeps else None,
+                )
                 for p in map(local_of, frozen)
                 if (address := address_of(p)) and address not in claimed
             }
@@ -419,12 +431,30 @@ class Recorder:
         memory, version = parameter.source.memory, parameter.source.version()
         if memory is None or version is None:
             return False
+        sample = _sample(parameter.source.view())
         if parameter.path in self._stored:
-            stored = self._stored[parameter.path][0] == (memory, version)
+            stored = self._stored[parameter.path][0] == (memory, version, sample)
         else:
-            stored = self._at_base.get(memory.storage, (None, None))[0] == version
-        self._stored[parameter.path] = (memory, version), parameter.source
+            stored = self._at_base.get(memory.storage, (None, b""))[:2] == (version, sample)
+        self._stored[parameter.path] = (memory, version, sample), parameter.source
         return stored
+
+
+def _sample(data: memoryview | None) -> bytes:
+    """Return some bytes of a parameter: a change through `Tensor.data` leaves no other mark."""
+    if data is None or not data.nbytes:
+        return b""
+    flat = np.frombuffer(data, np.uint8)
+    return flat[:: len(flat) // _SAMPLED_BYTES | 1].tobytes()
+
+
+def _view_of(tensor: torch.Tensor) -> memoryview | None:
+    """Return the bytes of a tensor in host memory; None if they are not in one piece there."""
+    import torch  # noqa: PLC0415 - torch is loaded only to log
+
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _is_committed(committed: Outcome[Any]) -> bool:

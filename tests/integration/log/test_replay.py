@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from tests.core.cli.command import caller
+from tests.integration.log.tiny import Tiny
 from tests.integration.log.trainings import KINDS, WAYS, Training, equal
 from torch import nn, optim
 
@@ -337,6 +338,23 @@ class Averaged:
 
     def bits(self):
         return [p.clone() for p in (*self.model.parameters(), *self.average.parameters())]
+
+
+def test_target_network_that_follows_through_data_is_logged(tmp_path):
+    training = Tiny()
+    target = torch.nn.Linear(300, 70, dtype=torch.bfloat16)
+    state = {**training.state, "target": target}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        for step in range(4):
+            training.step(step)
+            for parameter in target.parameters():
+                parameter.data.lerp_(torch.ones_like(parameter), 0.25)
+            ckpt.log(state, step) if step else ckpt.save(state, step, mode="blocking")
+    other = torch.nn.Linear(300, 70, dtype=torch.bfloat16)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore({**Tiny(seed=9).state, "target": other}).step == 3
+    for here, there in zip(target.parameters(), other.parameters(), strict=True):
+        assert torch.equal(here, there)
 
 
 def test_frozen_weights_are_not_logged_and_changed_ones_are(tmp_path):

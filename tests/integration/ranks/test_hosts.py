@@ -49,7 +49,8 @@ class Hosts:
         """A job with one rank on each of these hosts, such as `ab`."""
 
         def store(rank):
-            fast = {"type": "hosts", "path": str(self.root(hosts[rank]))}
+            root = str(self.root(hosts[rank]))
+            fast = {"type": "hosts", "path": root, "experimental": True}
             if self._durable is None:
                 return fast
             return {"type": "tiered", "fast": fast, "durable": self._durable}
@@ -216,7 +217,7 @@ def test_every_host_gets_every_commit_record(hosts):
 def test_command_line_shows_what_one_host_lacks(hosts):
     hosts.save("a", 1)
     hosts.save("ab", 2)
-    with closing(open_backend(f"hosts://{hosts.root('a')}")) as backend:
+    with closing(open_backend(f"hosts://{hosts.root('a')}?experimental=true")) as backend:
         assert [one.incomplete for one in list_run(backend)] == [False, True]
 
 
@@ -253,7 +254,7 @@ def test_copies_reach_the_durable_tier_and_restore_without_a_host(hosts, tmp_pat
 
 def test_more_copies_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="copies = 1 is not supported yet"):
-        Checkpointer({"type": "hosts", "path": str(tmp_path), "copies": 1})
+        Checkpointer({"type": "hosts", "path": str(tmp_path), "copies": 1, "experimental": True})
 
 
 DIES = (
@@ -265,7 +266,7 @@ from pathlib import Path
 limit_s, kind = float(sys.argv[5]), sys.argv[6]
 
 def open_at(host):
-    backend = {"type": "hosts", "path": f"{root}/host{host}"}
+    backend = {"type": "hosts", "path": f"{root}/host{host}", "experimental": True}
     if kind == "tiered":
         backend = {"type": "tiered", "fast": backend, "durable": f"{root}/durable"}
     return penstock.Checkpointer(backend, rank_timeout_s=limit_s)
