@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 POST_BYTES = 512
-"""The most bytes of a post of a known structure, and of a decision."""
+"""The size limit of short posts, such as decisions and results."""
 
 NEW_STRUCTURE_BYTES = 16 << 10
-"""The most bytes of a post of a structure that rank 0 does not know."""
+"""The size limit of posts that may describe a structure that rank 0 does not know."""
 
 _CAUSE_BYTES = 300
 _HOST_BYTES = 100
@@ -39,7 +39,7 @@ class At(StrEnum):
     HERE = "here"  # waits for rank 0's answer
     WORKING = "working"
     SEALED = "sealed"  # its contribution is durable
-    CLOSED = "closed"  # takes no part in this round or a later one; `part` has the cause
+    CLOSED = "closed"  # takes part neither in this round nor in later ones; `part` has the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class SlotPost:
     Attributes:
         round: The number of the round, the same on all ranks.
         kind: What the round does.
-        at: How far the rank is.
+        at: The progress of the rank.
         moves: Counts progress. A heartbeat with an unchanged count shows that the process is alive,
             not that it makes progress.
         host: The name of the machine.
-        done: Bytes done, for messages.
-        total: Bytes to do.
+        done: The bytes written or restored so far, for messages.
+        total: The bytes to write or restore; 0 if unknown.
         part: With `SEALED`: facts about the part for rank 0, such as its length and digests. With
-            `HERE`: facts that rank 0 needs before it posts go, such as a digest of the structure.
+            `HERE`: facts that rank 0 needs for its answer, such as a digest of the structure.
     """
 
     round: int
@@ -76,7 +76,7 @@ class GoPost:
     Attributes:
         kind: What the round does.
         terms: The decisions for all ranks: step, generation, uid, tier, and the like.
-        stop: The reason for a stop; empty: go.
+        stop: The reason to stop; empty if the ranks go.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ class Verdict:
 
 
 class Result(StrEnum):
-    """Whether rank 0 published, after the decision to commit."""
+    """Whether rank 0 published the commit record, after the decision to commit."""
 
     COMMITTED = "committed"
     NEVER = "never"  # it was not published, and never will be
@@ -114,8 +114,8 @@ class ResultPost:
     """Rank 0's report on its publish.
 
     Attributes:
-        result: The result.
-        cause: The reason, if it is not committed.
+        result: Whether the commit record is published.
+        cause: The reason if it is not, or if that is unknown.
         totals: The totals of all ranks, in the order of `SaveTotals`; empty if not committed.
     """
 
@@ -130,7 +130,7 @@ class DrainsPost:
 
     Attributes:
         moves: Counts the posts, so that each differs from the previous post.
-        failing: Why waiting is useless; empty: the copies make progress.
+        failing: Why waiting is useless; empty while the copies make progress.
     """
 
     moves: int
@@ -143,7 +143,7 @@ class DrainedPost:
 
     Attributes:
         tiers: The names of the tiers that have the checkpoint.
-        kind: The class of the error; empty: the checkpoint is durable.
+        kind: The name of the error's class; empty if the checkpoint is durable.
         error: The text of the error.
     """
 
@@ -158,7 +158,7 @@ class DuePost:
 
     Attributes:
         step: No save is due before this step.
-        due: Whether one is due at this step; if not, another post follows.
+        due: Whether a save is due at this step; if not, another promise follows.
     """
 
     step: int
@@ -180,12 +180,12 @@ def go_key(number: int) -> str:
 
 
 def end_key(number: int) -> str:
-    """Return the key of the register of a round."""
+    """Return the key of a round's register, which holds the verdict."""
     return f"rounds/{number}/end"
 
 
 def result_key(number: int) -> str:
-    """Return the key of the result of a round."""
+    """Return the key of rank 0's report on its publish in a round."""
     return f"rounds/{number}/result"
 
 
@@ -200,7 +200,12 @@ def drained_key(number: int) -> str:
 
 
 def due_key(number: int, post: int) -> str:
-    """Return the key of rank 0's promise with this number after that many saves were due."""
+    """Return the key of one of rank 0's promises about the next save.
+
+    Args:
+        number: The number of the last due save, from 0.
+        post: The number of the promise since that save, from 0.
+    """
     return f"due/{number}/{post}"
 
 
@@ -223,12 +228,12 @@ def templates_key(number: int) -> str:
 
 
 def ended(text: str) -> str:
-    """Return `text` with a final period, unless it ends in a question or was cut."""
+    """Return `text` with a final period, unless it already ends in `.`, `?` or `!`."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def cut_bytes(text: str, limit: int = _CAUSE_BYTES) -> str:
-    """Return the longest start of `text` that takes at most `limit` bytes in JSON."""
+    """Return `text`; if it takes more than `limit` bytes in JSON, cut it and append `...`."""
     if len(dump_json(text)) - 2 <= limit:
         return text
     shown = text[:limit]
@@ -273,14 +278,14 @@ _FORMS: Mapping[type[Record], tuple[str, int]] = {
     DrainedPost: ("the end of the copies", NEW_STRUCTURE_BYTES),
     DuePost: ("a promise about the next save", POST_BYTES),
 }
-"""The name of each record for messages, and its most bytes."""
+"""The name of each record in messages, and its size limit in bytes."""
 
 _TYPES = {kind: {field.name: str(field.type) for field in fields(kind)} for kind in _FORMS}
 """The types of the fields of each record, by their names, in order."""
 
 
 def encode(post: Record) -> bytes:
-    """Return the bytes of a post or a decision; long texts in it are cut.
+    """Encode a post or a decision as bytes; cut long texts in it.
 
     Raises:
         FormatError: The post is too large.
@@ -295,7 +300,7 @@ def encode(post: Record) -> bytes:
             values[key] = dict(value) if kind == "Mapping[str, Any]" else value
     data = dump_json(values)
     if len(data) > limit:
-        msg = f"{name} has {len(data)} bytes, more than the {limit} that ranks post"
+        msg = f"{name} has {len(data)} bytes; a post has at most {limit}"
         raise FormatError(msg)
     return data
 
@@ -304,7 +309,7 @@ def decode(kind: type[R], data: bytes) -> R:
     """Read a post or a decision.
 
     Raises:
-        FormatError: The bytes are something else, or come from another version of Penstock.
+        FormatError: The bytes are not such a record, or are from another version of Penstock.
     """
     name, _ = _FORMS[kind]
     types: Mapping[str, str] = _TYPES[kind]
@@ -317,7 +322,8 @@ def decode(kind: type[R], data: bytes) -> R:
 class Outbox:
     """Keeps the posts of one rank in a round until the job's store has accepted them.
 
-    Holds only the newest post per key: a post that is replaced during its sending is sent again.
+    Holds only the newest post per key. A post that arrives while an older post with its key is
+    being sent is sent as well.
     """
 
     def __init__(self, rank: int, slot: SlotPost) -> None:
@@ -343,7 +349,7 @@ class Outbox:
         return list(self._waiting.items())
 
     def put(self, key: str, post: Record) -> None:
-        """Queue a post, in place of an earlier post with this key.
+        """Queue a post; it replaces a waiting post with the same key.
 
         Raises:
             FormatError: The post is too large; nothing has changed.
@@ -360,15 +366,15 @@ class Outbox:
             del self._waiting[key]
 
     def moved(self) -> None:
-        """Count progress in the slot."""
+        """Increase the slot's count of progress."""
         self.slot = replace(self.slot, moves=self.slot.moves + 1)
 
     def fitting(self, at: At, part: Mapping[str, Any]) -> SlotPost:
         """Return the slot with this state and part.
 
         Raises:
-            FormatError: The part does not fit in a post, with room for the counts of later
-                heartbeats.
+            FormatError: The slot would be too large for a post once later heartbeats have larger
+                counts.
         """
         slot = replace(self.slot, at=at, part=part)
         encode(replace(slot, moves=MAX_INT, done=MAX_INT, total=MAX_INT))

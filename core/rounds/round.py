@@ -62,8 +62,9 @@ if TYPE_CHECKING:
     from penstock.core.errors import CoordinationError
     from penstock.core.rounds.table import RoundTable
 
-# While rank 0 waits for the last parts, it pauses for a tenth of the time waited so far, and at
-# least four times as long as its last look: it notices the last part soon, and does not poll hard.
+# While rank 0 waits for the last parts, each pause is a tenth of the time waited so far, but at
+# least four times as long as the last poll took. So rank 0 notices the last part soon, and does not
+# overload the store.
 _WAITED_SHARE = 0.1
 _LOOK_SHARE = 4
 
@@ -142,13 +143,14 @@ class RankPlace:
 
 
 class _Pace:
-    """Schedules polls and heartbeats of a rank, and measures the silence of the job's store.
+    """Schedules polls and heartbeats of a rank, and measures how long the job's store is silent.
 
     Args:
         looks: Counts the time in which this rank polls.
         world_size: The number of ranks that poll one store.
         limit_s: The time after which a store without an answer counts as gone.
-        called_s: The monotonic clock from which polls count, if before the first poll.
+        called_s: When this rank was called, on the monotonic clock. The time since then counts as
+            if this rank had polled; None: time counts from the first poll.
         timing: How often a rank polls.
     """
 
@@ -168,7 +170,7 @@ class _Pace:
         """The shortest pause of a rank that only polls."""
         self.now_s = self.next_beat_s = self.next_slots_s = 0.0
         self.sealed_s = 0.0
-        """The counted seconds at which this rank sealed."""
+        """When this rank sealed, in counted seconds."""
         self.took_s = 0.0
         """The seconds that the last poll took."""
         self.failed = False
@@ -184,7 +186,7 @@ class _Pace:
             self.looks.look(min(self._called_s, now_s))
 
     def answered(self, answer: Answer, *, hears: bool = True) -> Answer:
-        """Record an answer of the store; with `hears` it counts as a sign of life."""
+        """Record an answer of the store; with `hears`, an answer without an error shows life."""
         self.now_s = answer.now_s
         self.looks.look(self.now_s)
         self.failed |= answer.error is not None
@@ -374,7 +376,8 @@ class Round:
             self.outbox.put_slot()
             pace.next_beat_s = pace.now_s + self.timeout_s / BEATS
         for key, value in self.outbox.waiting:
-            # A rank that reads or asks learns nothing from an accepted post.
+            # If this rank also reads or asks, an accepted post is no sign of life: the store may
+            # accept posts and leave reads unanswered.
             listens = self.phase in _ASKING or bool(self._keys(slots=False))
             answer = pace.answered((yield Post(key, value)), hears=not listens)
             if answer.error is None:
@@ -396,7 +399,7 @@ class Round:
             answer = pace.answered((yield Read(keys)))
             pace.took_s = pace.now_s - began_s
             if answer.error is None and not self.over:
-                if self._waits_for_others:  # it has nothing to do except poll
+                if self._waits_for_others:  # this rank only polls, so each poll is progress
                     self.outbox.moved()
                 self._hear(keys, answer.value)
         if slots:
@@ -488,7 +491,7 @@ class Round:
     def _hear_verdict(self, data: bytes) -> None:
         try:
             self.verdict = decode(Verdict, data)
-        except FormatError:  # as good as a register that cannot be reached
+        except FormatError:  # an unreadable register decides nothing, like an unreachable one
             if (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
             return
@@ -574,7 +577,7 @@ class SaveRound(Round):
         event = _FEEDS.get(happening)
         if happening is Happening.REGISTER_LOST:
             event = self._of_lost_register()
-            if self._leads:  # a commit request may land late, and the others then wait for this
+            if self._leads:  # its commit request may land late; the others then wait for a result
                 never = ResultPost(Result.NEVER, "rank 0 could not reach the register")
                 self.outbox.put(result_key(self.number), never)
         elif self._leads and happening not in _FED_ON_RANK_0:

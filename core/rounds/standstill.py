@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 # Short: a cause is cut at 300 bytes.
 ONE_ORDER = (
-    "all ranks must call save, restore and load alike, and several checkpointers in one order"
+    "all ranks must make the same calls of save, restore and load, in one order over all "
+    "checkpointers"
 )
 ONE_RANK = "inside `if rank == 0:` use a checkpointer with ranks='alone'"
 
-# Eight beats, and sixteen looks at them, in the time after which a rank counts as standing still.
-# Ranks also look when that time is over. So all know after 1.25 times that time that a rank died,
-# or hangs after its last beat.
+# Within the timeout after which a rank counts as stuck, a rank sends 8 heartbeats and polls the
+# others 16 times; it also polls when the timeout is over. So every rank knows that a rank died or
+# hangs at most 1.25 timeouts after it did.
 BEATS = 8
 LOOKS = 16
-# Between two looks at most a quarter of that time counts; a call of a hanging store takes less.
+# Between two polls at most a quarter of the timeout counts. A call to a store that hangs takes less
+# than that, so all its time counts.
 MOST_COUNTED = 1 / 4
 
 
@@ -58,7 +60,7 @@ class Standstill:
 
     Args:
         looks: Counts the time.
-        ranks: The watched ranks; all of them have just made progress.
+        ranks: The watched ranks; each counts as having just made progress.
         limit_s: The time after which a rank counts as stuck.
     """
 
@@ -118,7 +120,7 @@ class OtherRanks(Standstill):
     def still(self) -> set[int]:
         """Unsealed ranks that have made no progress for half of the timeout; only on rank 0.
 
-        If a host dies with several ranks, the verdict names only one of them.
+        The verdict names only one rank, even if a host died with several.
         """
         return {r for r in self.pending if self.is_over(r, share=1 / 2)}
 
@@ -139,8 +141,9 @@ class OtherRanks(Standstill):
             self._slots[rank] = post
             if post.at is At.CLOSED:
                 return str(post.part.get("cause", ""))
-            # A first look at a post does not show when it was posted. It counts as progress unless
-            # it is from an earlier round, or of a rank that waits for rank 0 and just beats.
+            # The first post that is read from a rank may be old. It counts as progress, unless it
+            # is from an earlier round, or from a rank that waits for rank 0 and only sends
+            # heartbeats.
             waits = self._leads and post.at is At.HERE
             if before is not None or not (waits or post.round < self._number):
                 self.moved(rank)
@@ -158,7 +161,7 @@ class OtherRanks(Standstill):
         post, limit_s = self._slots.get(rank), self._limit_s
         if post is None or post.round < self._number:
             late = f"has not begun to {self._kind} for {limit_s:g} s"
-            return f"{late}: {ONE_ORDER}; {ONE_RANK}. If it comes later, raise rank_timeout_s"
+            return f"{late}: {ONE_ORDER}; {ONE_RANK}. If it is only late, raise rank_timeout_s"
         still = f"stood still for {limit_s:g} s {self._doing_words(post)}"
         return f"{still}: it is dead or stuck; if it only pauses, raise rank_timeout_s"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Phase(StrEnum):
     """The progress of a round on one rank."""
 
-    WAITING = "waiting"  # for rank 0's answer; on rank 0: to give it
+    WAITING = "waiting"  # for rank 0's answer; rank 0 waits until it can answer
     WORKING = "working"
     SEALED = "sealed"
     MERGING = "merging"
@@ -48,7 +48,7 @@ class Happening(StrEnum):
     FAILED = "this rank failed, or saw a rank that is stuck or disagrees"
     COMMIT_DECIDED = "the register says commit"
     ABORT_DECIDED = "the register says abort"
-    REGISTER_LOST = "the register could not be reached for the whole time-out"
+    REGISTER_LOST = "the register could not be reached for the whole timeout"
     COMMITTED = "the commit record is published"
     NEVER = "the commit record was not published, and never will be"
     UNSURE = "the commit record may or may not be published"
@@ -104,7 +104,7 @@ SAVE_OTHERS: RoundTable = {
     **_BOTH,
     (_P.SEALED, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
     (_P.ABORTING, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.AWAIT),
-    # It is unknown what rank 0 has asked of the register, and done since: ask the root.
+    # Rank 0 may have committed through the register and published. The root shows whether it has.
     (_P.SEALED, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.ABORTING, _H.REGISTER_LOST): (_P.RESOLVING, _S.RESOLVE),
     (_P.PUBLISHING, _H.COMMITTED): (_P.COMMITTED, _S.DONE),
@@ -126,7 +126,8 @@ SAVE_RANK_0: RoundTable = {
     (_P.MERGING, _H.ABORT_DECIDED): (_P.ABORTED, _S.CLEAN_UP),
     (_P.DECIDING, _H.COMMIT_DECIDED): (_P.PUBLISHING, _S.PUBLISH),
     (_P.DECIDING, _H.ABORT_DECIDED): (_P.ABORTED, _S.CLEAN_UP),
-    # Only rank 0 publishes, and now it never will. The others may not know: its data stays.
+    # Only rank 0 publishes, and now it never will. The others may not know that, and may still look
+    # for the checkpoint, so rank 0 keeps its data.
     (_P.SEALED, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
     (_P.MERGING, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
     (_P.DECIDING, _H.REGISTER_LOST): (_P.ABORTED, _S.KEEP),
@@ -144,7 +145,7 @@ RESTORE_OTHERS: RoundTable = {
     (_P.SEALED, _H.REGISTER_LOST): (_P.UNKNOWN, _S.REPORT_UNKNOWN),
     (_P.ABORTING, _H.REGISTER_LOST): (_P.UNKNOWN, _S.REPORT_UNKNOWN),
 }
-"""The round of a restore on every rank but rank 0: all have restored it, or all raise."""
+"""The round of a restore on every rank but rank 0."""
 
 RESTORE_RANK_0: RoundTable = {
     **_BOTH,
@@ -166,6 +167,7 @@ TOO_LATE: frozenset[tuple[Phase, Happening]] = frozenset(
     | {(_P.RESOLVING, happening) for happening in (_H.COMMITTED, _H.NEVER, _H.UNSURE)}
     | {(_P.RESOLVING, _H.REGISTER_LOST), (_P.DECIDING, _H.MERGED)}
 )
-"""Pairs that change nothing where a table has no row for them: the decision is under way or made.
+"""Events that are ignored in a phase if the table has no row for the pair.
 
-A rank still works, and others still post, while it gives up. So both events may come later."""
+They come after the decision is made or asked for: while a rank gives up, it still works, and the
+other ranks still post."""

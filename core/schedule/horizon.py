@@ -1,9 +1,10 @@
 """The steps that a rank may pass without a save, as rank 0 has promised; sans-IO.
 
-Ranks are at different steps when rank 0 learns that a save is durable, so it cannot decide for the
-step at which it is. It promises in advance that no save is due before a step, again and again, and
-in the end that one is due at that step. A rank that reaches the end of a promise needs the next.
-So no rank passes a step at which another one saves.
+Ranks are at different steps when rank 0 learns that a save is durable. So rank 0 cannot decide that
+a save is due at its own step, because other ranks may have passed that step. It promises in advance
+that no save is due before a step. It repeats this with later steps, and finally promises that a
+save is due at a step. A rank that reaches the step of a promise waits for the next promise. So no
+rank passes a step at which another rank saves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Horizon:
     Attributes:
         saved: The step at which the last save was due.
         number: Counts the saves that were due.
-        posts: Counts the promises since then.
+        posts: Counts the promises since the last due save.
         promise: The newest promise.
     """
 
@@ -40,13 +41,13 @@ class Horizon:
         return due_key(self.number, self.posts)
 
     def is_due(self, step: int) -> bool | None:
-        """Return whether a save is due at `step`; None: the next promise has to be read."""
+        """Return whether a save is due at `step`; None if only the next promise can tell."""
         if step < self.promise.step:
             return False
         return True if self.promise.due else None
 
     def take(self, promise: DuePost) -> None:
-        """Take the promise that `key` has."""
+        """Accept `promise`, which was posted with `key`, as the newest."""
         self.promise = promise
         self.posts += 1
 
@@ -58,8 +59,8 @@ class Horizon:
     def next_promise(self, step: int, wanted: int | None) -> DuePost:
         """Return the next promise of rank 0, which is at `step`.
 
-        It reaches further, the longer the last save is ago: few promises are needed, and a save
-        that turns out to be due is late by at most a quarter of the interval.
+        The longer the last save is ago, the further the promise reaches. So few promises are
+        needed, and they delay a due save by at most a quarter of the interval.
 
         Args:
             step: The step of rank 0.

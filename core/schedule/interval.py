@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.core.config.model import Schedule
 
 _LEAST_SHARE = 0.25
-"""The part of the overhead that saves may always cost, even if logs alone cost all of it."""
+"""The share of `overhead` that saves may always use, even if the log alone uses all of it."""
 
 _LEAST_STEP_S = 1e-9
 
@@ -23,13 +23,13 @@ class Measured:
     """The measured times of a run, in seconds.
 
     Attributes:
-        step_s: One step of training, without saves and logs.
-        blocked_s: What one save costs the training thread, waits at the fence included.
-        duration_s: From the call of `save` until the checkpoint is durable.
-        due_s: What asking whether a save is due costs the training thread at each step.
-        log_s: What logging one step costs the training thread; None: the run does not log.
-        replay_s: Replaying one logged step; None: not known.
-        restore_s: Restoring a checkpoint; None: not known.
+        step_s: The time of one training step, without saves and logs.
+        blocked_s: The time that one save takes from the training thread, with waits at the fence.
+        duration_s: The time from the call of `save` until the checkpoint is durable.
+        due_s: The time per step in which the training thread asks whether a save is due.
+        log_s: The time per step in which the training thread logs; None: the run does not log.
+        replay_s: The time to replay one logged step; None: unknown.
+        restore_s: The time to restore a checkpoint; None: unknown.
     """
 
     step_s: float
@@ -44,11 +44,12 @@ class Measured:
 def interval_of(measured: Measured, schedule: Schedule) -> SaveInterval:
     """Return the interval between two saves, its reason, and what it costs and loses.
 
-    With `"auto"`: at least the duration of a save, as in CheckFreq (FAST'21), and at least as long
-    as `overhead` demands. If the mean time between failures is known, Young's interval (1974)
-    `sqrt(2 * blocked * mtbf)`, if that is longer. With a log, a failure costs the replay of a step
-    instead of the step, and the replay of one interval takes at most `max_replay_s`, or else the
-    time of a restore, if the overhead allows it.
+    With `every="auto"` the interval is at least as long as a save takes, as in CheckFreq (FAST'21),
+    and long enough to keep within `overhead`. If the mean time between failures is known and
+    Young's interval (1974), `sqrt(2 * blocked * mtbf)`, is longer, the result is Young's interval.
+    With a log, a failure costs the replay of steps instead of the steps, so Young's interval is
+    longer. Then it is cut so that the replay of one interval takes at most `max_replay_s`, by
+    default the time of a restore, but never below the two lower bounds.
     """
     step_s = max(measured.step_s, _LEAST_STEP_S)
     if isinstance(schedule.every, int):
@@ -95,5 +96,5 @@ def _overhead(schedule: Schedule, log_share: float) -> str:
 
 
 def _steps(exact: float) -> int:
-    """Return whole steps, at least one; an error of rounding adds none."""
+    """Round up to whole steps, at least one; ignore rounding errors of floating point."""
     return max(1, math.ceil(exact * (1 - 1e-12)))

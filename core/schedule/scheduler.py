@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import RestoreReport, SaveInterval, SaveReport
 
 _STEPS = 32
-"""The newest steps, and logs, whose median counts."""
+"""How many of the newest measurements each median covers."""
 
 _LEAST_STEPS = 5
-"""The steps to measure before the second save: the first ones compile and warm up."""
+"""The steps to measure before the second save is chosen: the first steps compile and warm up."""
 
 
 class Scheduler:
-    """Decides when saves are due. For the training thread, except `reported`."""
+    """Decides when saves are due. Only the training thread uses it, except for `reported`."""
 
     def __init__(self, schedule: Schedule, clock: Clock) -> None:
         """Prepare; nothing is measured before `is_due`."""
@@ -37,12 +37,12 @@ class Scheduler:
         self._group: RankGroup | None = None
         self._leads = False  # whether `is_due` is used, on rank 0
         self._horizon: Horizon | None = None
-        self._answer: tuple[int, bool] | None = None  # the newest step, and whether one was due
-        self._called_s = 0.0  # when it was asked for
-        self._spent_s = 0.0  # in saves, at their fences, and in logs
-        self._spent_before_s = 0.0  # at the newest step
-        self._save_began_s = 0.0  # what saves had cost when the last one was due
-        self._saves_s = 0.0  # in saves and at their fences
+        self._answer: tuple[int, bool] | None = None  # the newest step; whether a save was due
+        self._called_s = 0.0  # when `is_due` was last called
+        self._spent_s = 0.0  # the time in saves, at their fences, and in logs
+        self._spent_before_s = 0.0  # `_spent_s` at the last call of `is_due`
+        self._save_began_s = 0.0  # `_saves_s` when the last save was due
+        self._saves_s = 0.0  # the time in saves and at their fences
         self._waited_s = fence.waited_s()
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._due_s: deque[float] = deque(maxlen=_STEPS)
@@ -59,8 +59,8 @@ class Scheduler:
 
         Args:
             step: The step.
-            find_group: Returns the ranks that save together; None: this process is alone. Called
-                once: it takes longer than the rest.
+            find_group: Returns the ranks that save together, or None if this process saves alone.
+                Called only at the first step, because it is slow.
             is_over: Returns whether no save is in flight.
 
         Raises:
@@ -86,7 +86,7 @@ class Scheduler:
 
     @contextmanager
     def measuring(self, *, log: bool = False) -> Iterator[None]:
-        """Count the time of the block as that of saves, or of a log."""
+        """Add the time of the block to the cost of saves or, with `log`, of logs."""
         began_s = self._clock.monotonic_s()
         try:
             yield
@@ -99,20 +99,20 @@ class Scheduler:
                 self._saves_s += seconds
 
     def restored(self, report: RestoreReport) -> None:
-        """Note what a restore took, and its replay of a log."""
+        """Record how long a restore took, and how long its replay of the log took."""
         self._restore_s = report.seconds["total"]
         if report.replayed_steps:
             self._replay_s = report.seconds["replay"] / report.replayed_steps
 
     def reported(self, report: SaveReport) -> SaveReport:
-        """Note the times of a committed save; return its report with the interval that follows.
+        """Record the times of a committed save; return its report with the chosen interval.
 
         For the save thread.
         """
         self._duration_s = report.seconds["total"]
         if not self._leads or not self._step_s:
             return report
-        # A blocking save has not returned yet.
+        # A blocking save has not returned yet, so `_saves_s` does not have its time.
         return replace(report, interval=self._interval(report.seconds["blocked"]))
 
     def _measure_step(self, step: int) -> None:
@@ -125,14 +125,14 @@ class Scheduler:
         self._called_s, self._spent_before_s = now_s, self._spent_s
 
     def _count_fence(self) -> None:
-        """Count the time for which steps of optimizers waited for a capture."""
+        """Count the time that optimizer steps waited at the fence."""
         waited_s = fence.waited_s()
         self._spent_s += waited_s - self._waited_s
         self._saves_s += waited_s - self._waited_s
         self._waited_s = waited_s
 
     def _agreed(self, step: int, group: RankGroup | None, is_over: Callable[[], bool]) -> bool:
-        """Return what rank 0 decides for `step`; on the others, as it has promised."""
+        """Return rank 0's decision for `step`; the other ranks read it from its promises."""
         horizon = self._horizon
         if horizon is None or step < horizon.saved:  # the first step, or training went back
             if group is not None:
@@ -171,7 +171,7 @@ class Scheduler:
 
     def _wanted(self, horizon: Horizon, step: int, is_over: Callable[[], bool]) -> int | None:
         """Return the step of the next save; None: not known yet."""
-        # At the step of a save, the save has not begun.
+        # At the step at which a save is due, `is_over` is true because that save has not begun.
         if step == horizon.saved or len(self._step_s) < _LEAST_STEPS or not is_over():
             self._choose_at = 0
             return None

@@ -47,8 +47,8 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
         read: Reads the record from a store, and verifies it.
 
     Raises:
-        DamagedError: The record is damaged in `backend`, and each tier is damaged or fails; the
-            error is the one from `backend`.
+        DamagedError: The record is damaged in `backend`, and no tier returns a whole record; this
+            is the error from `backend`.
         RestoreError: There was not enough memory.
     """
     with memory_permitting(name):

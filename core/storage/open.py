@@ -70,7 +70,7 @@ def open_backend(
 
     A plain path or `file://` uses `uring` if its probe passes, else `posix`, with one warning per
     reason and process. If no backend has the name of a scheme, `fsspec` opens the schemes that it
-    knows. A URL has its options in its query.
+    knows. The options of a URL are in its query.
 
     Args:
         spec: A path, a URL, a table with `type`, a `BackendConfig`, or an open backend.

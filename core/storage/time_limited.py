@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _DELETED_AT_ONCE = 1000  # names per call, so that only one request has to fit into the limit
 _SHOWN_NAMES = 3
-# `url` and `tiers` do no I/O; saves and restores watch the progress of the others.
+# `url` and `tiers` do no I/O; saves and restores watch the progress of the other operations.
 _UNLIMITED: frozenset[Operation] = frozenset(
     ["url", "tiers", "write", "seal", "sync", "abort", "submit_write", "submit_read"]
 )
@@ -54,7 +54,7 @@ class TimeLimitedBackend(DelegatingBackend):
         limit_writes: bool = False,
         unanswered: dict[object, Sequence[str]] | None = None,
     ) -> None:
-        """Wrap `inner`, which the caller closes; tiers share `unanswered`, the open deletions."""
+        """Wrap `inner`, which the caller closes; all tiers share the deletions in `unanswered`."""
         super().__init__(inner)
         self._unlimited = _UNLIMITED - _WRITES if limit_writes else _UNLIMITED
         self.name = inner.name  # type: ignore[misc] # reports name the wrapped backend
@@ -63,7 +63,7 @@ class TimeLimitedBackend(DelegatingBackend):
         self._unanswered: dict[object, Sequence[str]] = {} if unanswered is None else unanswered
 
     def may_be_deleted(self, name: str) -> bool:
-        """Return whether a deletion in flight, or one given up, may delete this name."""
+        """Return whether a deletion that is in flight or was given up may still delete `name`."""
         return any(name in names for names in list(self._unanswered.values()))
 
     def around(self, operation: Operation, names: tuple[str, ...], call: Callable[[], T], /) -> T:

@@ -373,7 +373,7 @@ class Drains:
         self.end(record, CheckpointGoneError(msg))
 
     def _replace_damaged(self, record: CommitRecord, good: int, bad: int) -> None:
-        """Replace a damaged copy; after a failure the link copies a checkpoint that is marked."""
+        """Replace a damaged copy; if that fails, let its link copy a marked checkpoint again."""
 
         def failed() -> None:
             with suppress(StorageError):  # then the next process finds the mark

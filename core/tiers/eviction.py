@@ -5,8 +5,8 @@ truncated or damaged since then. So before a copy is deleted, eviction compares 
 lengths of the later copy with its manifest. It also reads all of the later copy, unless this
 process wrote it.
 
-An eviction leaves the checkpoint's log: the log of the newest checkpoint is only here, and may
-begin at any moment. It is deleted once a later step is saved.
+Eviction does not delete the checkpoint's log. The log of the newest checkpoint is only in this
+tier, and training may begin it at any moment. A log is deleted once a later step is saved.
 
 Tested in `tests/core/tiers/test_drains.py`.
 """
@@ -110,7 +110,7 @@ class Eviction:
     def trim(self, number: int, *, verify: Verify) -> None:
         """Evict checkpoints that a later tier has, except the `keep_last` newest in this tier.
 
-        Also deletes logs that these left.
+        Also deletes logs that evicted checkpoints left here, if a later step is saved.
 
         Raises:
             StorageError: A tier does not answer.
@@ -159,7 +159,7 @@ class Eviction:
                 yield record
 
     def _delete_old_logs(self, number: int) -> None:
-        """Delete each log in a tier that lacks its checkpoint, if a later step is saved."""
+        """Delete each log whose checkpoint this tier lacks, if a later step is saved."""
         backend = self._tiers[number].backend
         logs: dict[str, list[BlobInfo]] = {}
         for info in backend.list(DATA_PREFIX):

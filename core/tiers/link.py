@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _PERMANENT = (LostRaceError, StepExistsError, DamagedError)
-"""Errors that no retry can fix: the same bytes meet the same target."""
+"""Errors that no retry can fix, because it would copy the same bytes to the same target."""
 
 _TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20

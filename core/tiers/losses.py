@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.tiers.places import TierRoots
 
 log = logging.getLogger("penstock")
-left_log = logging.getLogger(__name__)  # names what is never copied: `penstock drain` shows it
+left_log = logging.getLogger(__name__)  # of steps that are not copied; `penstock drain` shows it
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Return a checkpoint's blobs and records that tiers list but have lost; warn about them.
+    """Return the blobs and records that tiers which list a checkpoint have lost; warn about them.
 
     A tier that does not list the checkpoint has evicted it, and has lost no data. Checks only the
     tiers before the first with all data, because only these made reads fall through. Lists each

@@ -114,7 +114,7 @@ class ProcessCopy:
         Raises:
             UnsuitableError: No process can be started, or it does not see the checkpoint.
             StorageTimeoutError: The copy made no progress; the process was killed.
-            StorageError: The process ended.
+            StorageError: The process ended before the copy was complete.
         """
         reports, writer = Pipe(duplex=False)
         with reports:

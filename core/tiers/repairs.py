@@ -234,7 +234,7 @@ class TierRepairs:
         self._watchdog.moved()
 
     def _replace_unreadable(self, name: str, good: int) -> None:
-        """Replace unreadable commit records of one name in all tiers before `good`.
+        """Replace each copy whose commit record `name` is unreadable, in all tiers before `good`.
 
         Skips a copy with a mark, because the mark would be deleted with the copy.
         """

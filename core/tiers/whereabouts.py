@@ -58,8 +58,8 @@ def note_staying(
         backend: The tier that has the checkpoint.
         uid: The uid of the save.
         step: The step of the save.
-        behind: The slower roots that led to this note, which does not count for other roots. None
-            if the saver decided, for any root.
+        behind: The slower roots for which this note counts, and no others. None if the saver itself
+            decided not to copy; the note then counts for all roots.
     """
     _publish_note(backend, staying_name(uid), uid, step, roots=behind)
 

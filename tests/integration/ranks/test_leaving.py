@@ -63,7 +63,7 @@ def test_close_does_not_wait_for_ranks_without_a_restore():
         with pytest.raises(RankError, match="rank 1 has not begun to restore") as raised:
             ckpt.restore({"epoch": 0})
         assert_says_what_to_do(raised.value)
-        assert "If it comes later, raise rank_timeout_s" in str(raised.value)
+        assert "If it is only late, raise rank_timeout_s" in str(raised.value)
         assert ckpt._ranks.of_restore().lost == {1, 2}
 
 
@@ -91,7 +91,9 @@ def test_concurrent_save_and_restore_of_ranks_name_a_remedy():
 
 def assert_says_what_to_do(error):
     text = str(error)
-    assert "call save, restore and load alike, and several checkpointers in one order" in text
+    assert (
+        "make the same calls of save, restore and load, in one order over all checkpointers" in text
+    )
     assert "inside `if rank == 0:` use a checkpointer with ranks='alone'" in text
     assert "..." not in text  # it is not truncated
 

@@ -270,7 +270,7 @@ def test_an_absent_rank_is_named_and_no_longer_awaited():
     with job.checkpointer(0, timeout_s=1.0) as ckpt:  # short: there is no other rank
         handle = ckpt.save(state_of(0), 1)
         with pytest.raises(
-            RankError, match="not begun to save for 1 s: all ranks must call save"
+            RankError, match="not begun to save for 1 s: all ranks must make the same calls of save"
         ) as info:
             handle.result(300)
         error = info.value
