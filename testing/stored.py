@@ -34,8 +34,8 @@ class Stored:
     Attributes:
         providers: The providers that described the tree.
         description: The entries that the providers described.
-        tree: These entries as a restore sees them.
-        data: The bytes of every object that is not tied to another one.
+        tree: The same entries as a restore sees them.
+        data: The bytes of every object that is not tied to another object.
     """
 
     providers: Providers

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]*@)")
-# http.client quotes the value in this message: mostly a credential with a line break at its end.
+# http.client quotes the value in this message. It is mostly a credential that ends in a line break.
 _HEADER = re.compile(r"(Invalid header value).*", re.DOTALL)
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -33,7 +33,7 @@ _DENIED = {401, 403}
 
 
 class RefusedAnswerError(Exception):
-    """An answer that the file system would accept, but Penstock refuses."""
+    """Reports an answer that the file system would accept but Penstock refuses."""
 
 
 class Scrubber:

@@ -64,7 +64,7 @@ _CREDENTIALS = (
     "UnauthorizedSSOTokenError",
     "RefreshWithMFAUnsupportedError",
 )
-# Of these, the errors of an agent or a metadata service: a retry may succeed.
+# The credential errors of an agent or a metadata service, for which a retry may succeed.
 _CREDENTIALS_AGAIN = ("CredentialRetrievalError", "MetadataRetrievalError")
 _TIMEOUTS = ("ConnectTimeoutError", "ReadTimeoutError")
 _NETWORK = (
