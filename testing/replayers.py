@@ -155,8 +155,8 @@ def check_engine(subject: Subject) -> None:
     facts = [dict(replayer.engine(optimizer)) for optimizer in (new, used)]
     for fact in facts:
         stored = json.loads(json.dumps(fact, allow_nan=False))
-        assert stored == fact, f"engine returned {fact}, as JSON {stored}"
-    assert facts[0] == facts[1], f"engine is {facts[0]} at first, after a step {facts[1]}"
+        assert stored == fact, f"engine returned {fact}, which is as JSON {stored}"
+    assert facts[0] == facts[1], f"engine is {facts[0]} at first, but {facts[1]} after a step"
     obstacle: object = replayer.obstacle(used)
     assert type(obstacle) is str, f"obstacle returned {obstacle!r}: it must be a str"
     assert not obstacle, f"these steps cannot be replayed: {obstacle}"

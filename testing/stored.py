@@ -196,6 +196,6 @@ def _claim(provider: StateProvider, kind: type) -> int | None:
     claim = provider.claims(kind)
     problem = breach_of_priority(claim, kind)
     if problem is not None:
-        msg = f"provider {provider.name!r} {problem}; mend it, or uninstall it"
+        msg = f"provider {provider.name!r} {problem}; fix the provider, or uninstall it"
         raise PluginError(msg)
     return claim

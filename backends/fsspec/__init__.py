@@ -65,8 +65,8 @@ class FsspecBackend(Backend):
         if secret:
             msg = (
                 f"{shown(url)}: {', '.join(secret)}: credentials do not belong in a URL, since "
-                "shells and logs keep it; use the environment, or `options` of a configuration "
-                "file"
+                "shells and logs record URLs; use the environment, or `options` of a "
+                "configuration file"
             )
             raise ConfigError(msg)
         own = {k: v for k, v in options.items() if k in FsspecConfig.model_fields}

@@ -202,7 +202,7 @@ class FileStore(Store):
                 raise
             msg = (
                 f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
-                "by this record, if its answer was lost: read it to find out"
+                "by this record if an answer was lost: read the record to find out"
             )
             raise StorageError(msg) from error
 

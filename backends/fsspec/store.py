@@ -155,7 +155,7 @@ class Store(ABC):
         finally:
             with suppress(StorageError):
                 self.delete([probe])
-        return False, ("the store ignores the condition of a put, so one saver per root",)
+        return False, ("the store ignores the condition of a put: use one saver per root",)
 
     def close(self) -> None:
         """Wait for transfers that are not stuck, then release all threads and connections."""

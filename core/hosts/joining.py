@@ -225,7 +225,9 @@ class RootsOfJob:
                     found[rank] = _decoded(rank, value)
             if missing[0] not in found and deadline.is_over():
                 cause = f"has not reported its root for {group.timeout_s:g} s"
-                msg = f"rank {missing[0]} {cause}: with a backend `hosts` all ranks must call"
+                msg = (
+                    f"rank {missing[0]} {cause}: with `hosts`, all ranks must use the checkpointer"
+                )
                 raise RankError(msg, missing[0], cause=cause)
             time.sleep(0 if len(found) == len(ranks) else pause_s)
             pause_s = min(2 * pause_s, group.timing.hosts_poll_most_s)

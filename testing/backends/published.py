@@ -226,7 +226,7 @@ def the_clock_of_the_store_goes(open_root: OpenRoot) -> None:
                 return
             assert not deadline.is_over(), (
                 f"{' and '.join(stuck)} did not advance in {deadline.limit_s} s, while "
-                "records were published: by a stopped clock no data gets old enough for prune"
+                "records were published: with a stopped clock, no data gets old enough for prune"
             )
             time.sleep(0.005)
 

@@ -212,7 +212,7 @@ def encode(codec: Codec, chunk: bytes, context: CodecContext | None = None) -> b
             length = codec.encode(memoryview(source), memoryview(out), context=context)
         except CodecError as error:
             msg = (
-                f"{what} of {context.dtype}: {said(error)} (an unsuitable chunk is no error: "
+                f"{what} of {context.dtype}: {said(error)} (an unsuitable chunk is not an error: "
                 "return penstock.core.abc.DECLINED, and the rest of the chain stores the chunk)"
             )
             raise AssertionError(msg) from error

@@ -158,7 +158,7 @@ class S3Store(Store):
                     msg = (
                         f"{place('publish', name, self.url)}: unknown outcome. An answer was lost "
                         f"({self._scrub(str(unknown[0]))}), and by now the name is taken, "
-                        "perhaps by this very record: read it to learn whose it is"
+                        "perhaps by this very record: read the record to find out"
                     )
                     raise StorageError(msg) from error
                 if not is_definite(error):
@@ -260,8 +260,8 @@ class S3Store(Store):
             marker = tuple(page[field] for field in _MARKERS[operation].values())
             if marker in seen:
                 msg = (
-                    f"{place(what, '', self.url)}: the store names the same next page twice; the "
-                    "listing would never end"
+                    f"{place(what, '', self.url)}: the store names the same next page twice, so "
+                    "the listing would never end"
                 )
                 raise StorageError(msg)
             seen.add(marker)

@@ -207,7 +207,7 @@ def _check_head(request: Any, answer: Any) -> None:
             raise BrokenAnswerError(msg)
     body = request.body
     if isinstance(body, Views) and body.tell() < len(body) and answer.status_code < _REDIRECT:
-        msg = "the answer reports success, but the body was not sent to its end"
+        msg = "the answer reports success before the body was sent to its end"
         raise BrokenAnswerError(msg)
 
 

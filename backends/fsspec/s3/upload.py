@@ -158,7 +158,7 @@ class S3Writer(StoreWriter):
             raise StorageError(msg)
         if index >= MAX_PARTS:
             msg = (
-                f"{self._where('write')}: a blob has at most {MAX_PARTS:,} parts, here of "
+                f"{self._where('write')}: a blob has at most {MAX_PARTS:,} parts, and each has "
                 f"{self._part_bytes:,} bytes: raise part_bytes, or give `create` a size_hint"
             )
             raise StorageError(msg)
