@@ -216,7 +216,10 @@ def check_base(codec: Codec) -> None:
             codec.decode(memoryview(frame), out, context=context)
         except CodecError:
             return
-    msg = "it declares needs_base, but decoded a frame without its base: core would read bases needlessly"
+    msg = (
+        "it declares needs_base, but decoded a frame without its base: core would read bases "
+        "needlessly"
+    )
     raise AssertionError(msg)
 
 
