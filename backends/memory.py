@@ -223,7 +223,7 @@ class _MemoryWriter(BlobWriter):
             copy_bytes(self._data, written)
 
     def _check_name(self) -> None:
-        """Raise if the blob was deleted, since another blob may now have its name."""
+        """Raise StorageError if the blob was deleted, since another blob may now have its name."""
         if self._store.unsealed.get(self._name) is not self:
             msg = f"cannot seal {self._name} on {self._url}: it was deleted during the write"
             raise StorageError(msg)

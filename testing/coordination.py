@@ -264,8 +264,8 @@ def check_coordination(open_member: OpenMember, /) -> None:
     """Run all checks, each on its own jobs.
 
     Args:
-        open_member: Opens a rank's view of the job of that name; a job that was not opened before
-            has no values.
+        open_member: Opens a rank's view of the job with the given name. A job that was not opened
+            before must have no values.
 
     Raises:
         AssertionError: A promise of the contract is broken; the message names it.
@@ -289,12 +289,12 @@ class MemoryBoard:
             self.changed.notify_all()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return values, None where there is none."""
+        """Return the value of each key; None for a key without a value."""
         with self.changed:
             return [self._values.get(key) for key in keys]
 
     def decide(self, key: str, value: bytes) -> bytes:
-        """Set a value if there is none, and return the current one."""
+        """Set a value if there is none; return the value that the key then has."""
         with self.changed:
             first = self._values.setdefault(key, value)
             self.changed.notify_all()

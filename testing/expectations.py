@@ -50,9 +50,9 @@ class NotTriedError(unittest.SkipTest):
 def declared(
     claim: Callable[[Capabilities], bool], what: str, /
 ) -> Callable[[BackendCheck], BackendCheck]:
-    """Run the check only on backends that declare `what`; raise NotDeclaredError on others.
+    """Run the check only on backends that declare `what`; raise NotDeclaredError for others.
 
-    The instance alone decides, not the caller: a declared capability is always checked.
+    Only the backend's declaration decides: a caller cannot skip the check of a declared capability.
     """
 
     def gate(check: BackendCheck) -> BackendCheck:
@@ -162,7 +162,7 @@ def at_phase(data: bytes, phase: int) -> memoryview:
 
 @dataclass(slots=True)
 class Model:
-    """The write requests of a blob, and the bytes that it should then hold."""
+    """The write requests of a blob, and the bytes that the blob must contain after them."""
 
     align: int
     expected: bytearray = field(default_factory=bytearray)
@@ -170,7 +170,7 @@ class Model:
     end: int = 0
 
     def put(self, *parts: memoryview, gap: int = 0, phase: int | None = None) -> None:
-        """Add a request after the last request, at a new alignment unit."""
+        """Add a request after the last one, in an alignment unit that no other request touches."""
         offset = align_up(self.end, self.align) + gap * self.align
         offset += phase if phase is not None and self.align > 1 else 0
         data = b"".join(parts)
@@ -188,7 +188,7 @@ def read_all(backend: Backend, name: str, length: int) -> bytes:
 
 
 def expect(got: object, expected: object, what: str) -> None:
-    """Fail unless `got` equals `expected`; `what` describes it in the message."""
+    """Fail unless `got` equals `expected`; `what` describes `got` in the message."""
     assert got == expected, f"{what} is {got!r}, must be {expected!r}"
 
 
@@ -218,10 +218,10 @@ def store(backend: Backend, name: str, model: Model) -> None:
 
 
 class Lender:
-    """Lends buffers, and overwrites them after the call.
+    """Lends buffers to calls, and overwrites each buffer after its call.
 
-    CPython's count of views detects a call that keeps a view. A call that keeps an address reads
-    other bytes there, as long as the lender lives.
+    A call that keeps a view of a buffer is detected, because CPython counts views. A call that
+    keeps only an address is not, but finds other bytes there, as long as the lender lives.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class WrapperWriter(DelegatingWriter):
 
 
 class WrapperBackend(DelegatingBackend):
-    """Delegates all calls, those of `OPERATIONS` through `_around(operation, names, call)`.
+    """Delegates all calls; passes calls of `OPERATIONS` through `_around(operation, names, call)`.
 
     Background batches run in the pool of the base class, since the wrapped backend would run them
     without the faults.
@@ -84,10 +84,10 @@ class WrapperBackend(DelegatingBackend):
         return Backend.submit_read(self, requests)
 
     def store_time_s(self) -> float:
-        """Return the store's time; use this backend's calls if the inner one inherits the method.
+        """Return the store's time.
 
-        The faults must hit the probe that the base class publishes, since a process may die right
-        after it.
+        If the inner backend inherits this method, the base class publishes its probe through this
+        backend, so that faults can hit the probe: a process may die right after it.
         """
         if type(self.inner).store_time_s is Backend.store_time_s:
             return Backend.store_time_s(self)
@@ -103,7 +103,7 @@ def _counts(operation: str) -> TypeGuard[Operation]:
 
 
 class SimulatedCrashError(BaseException):
-    """Signals that the process counts as dead; no handler of `Exception` can continue after it."""
+    """Signals that the process counts as dead. No handler of `Exception` catches it."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Fault:
     Attributes:
         operation: The operation to hit.
         first: The number, from 1, of the first matching call to hit.
-        times: The number of calls to hit in a row; None hits all from `first` on.
+        times: The number of calls to hit in a row; None hits all calls from `first` on.
         match: A text that a name in the call must contain.
         error: The error to raise; None raises nothing.
         late: Whether to raise after the wrapped call has run, as if the answer were lost.
@@ -284,7 +284,7 @@ class _SlowWriter(WrapperWriter):
 class LatencyBackend(WrapperBackend):
     """Delays every call by `latency_s`, and limits total throughput to `bytes_per_s`.
 
-    `jitter_s` adds a random delay of at most that much. The delay depends on `seed`, the operation
+    `jitter_s` is the longest random delay to add. The random delay depends on `seed`, the operation
     and the number of its earlier calls, but not on the timing of other threads.
     """
 

@@ -16,7 +16,7 @@ def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
 
     Raises:
         AssertionError: The bytes differ, or the file is missing. The message gives the first
-            difference, and how to write the file again.
+            difference, and the command to write the file again.
     """
     file = Path(path)
     if rewriting():

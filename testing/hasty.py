@@ -30,7 +30,7 @@ class ShiftedClock(Clock):
     """This machine's clocks, all ahead by the same amount.
 
     Args:
-        ahead_s: The seconds that they are ahead, or a function that returns them at each call.
+        ahead_s: The shift in seconds, or a function that returns the shift at each call.
     """
 
     def __init__(self, ahead_s: float | Callable[[], float] = 0.0) -> None:

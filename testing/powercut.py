@@ -1,10 +1,16 @@
-"""A store in memory that can lose power, and then keeps only durable data.
+"""A store in memory that can lose power. After a power cut it has only durable data.
 
-`seal`, `sync`, `publish` and `delete` are durable once they return. Anything else may or may not
-survive a cut: any 512-byte sectors of an unsealed blob after its synced bytes, and its name before
-the first sync; an aborted blob; a publish in flight, or the record that it replaces; any names of a
-delete in flight. So an engine that publishes a name
-before its data is durable, or deletes data before its name, loses a checkpoint at some cut.
+`seal`, `sync`, `publish` and `delete` are durable once they return. Everything else may or may not
+survive a cut:
+
+* each 512-byte sector of an unsealed blob after its synced bytes; before the first `sync`, the
+  blob's name too;
+* an aborted blob;
+* a publish in flight: either the new record or the record that it replaces survives;
+* each name of a `delete` in flight.
+
+So an engine that publishes a name before its data is durable, or deletes data before its name,
+loses a checkpoint at some cut.
 
 ```python
 disk = Disk(cut_at=7)                       # the power fails during the 7th effect
@@ -80,7 +86,7 @@ class Disk:
 
     @property
     def dead(self) -> bool:
-        """Whether the power is off; then every use raises `SimulatedCrashError`."""
+        """Whether the power is off. If it is, every use raises `SimulatedCrashError`."""
         return self._dead
 
     def advance(self, seconds: float) -> None:
@@ -219,7 +225,7 @@ class Disk:
     # -- internal -------------------------------------------------------------------------------
 
     def _effect(self, fates: dict[str, list[_Fate]]) -> None:
-        """Count an effect; if the cut hits it, `fates` are the other outcomes of each name."""
+        """Count an effect. If the cut hits it, `fates` has the other possible outcomes per name."""
         self._check_power()
         self._effects += 1
         if self._effects == self._cut_at:
@@ -330,7 +336,7 @@ class PowerCut(Backend):
         return BlobInfo(name, len(file.data), file.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete per the contract; one effect, so a cut may delete any of the names."""
+        """Delete per the contract, as one effect: a cut during it may delete any of the names."""
         for name in names:
             self._check(name)
         self.disk.delete(names)
@@ -404,7 +410,7 @@ def _extend(file: _File, length: int) -> None:
 
 def _torn(data: bytes | bytearray, choice: random.Random) -> bytes:
     """Return `data` torn: cut to any length, with sectors replaced by zeros or random bytes."""
-    # Draws none, all or some equally often, both of the length and of the sectors.
+    # Draws "none", "all" and "some" equally often, for the length and for the kept sectors.
     length = choice.choice([0, len(data), choice.randint(0, len(data))])
     sectors = -(-length // SECTOR_BYTES)
     kept = choice.choice([0, -1, choice.getrandbits(sectors + 1)])

@@ -1,7 +1,7 @@
 """The conformance suite of replayers, as plain functions for any test.
 
-`check_replayer` trains with gradients that it makes up, logs the steps, replays them in other
-objects, and compares every bit. Each check also works alone.
+`check_replayer` trains with generated gradients, logs the steps, replays them in other objects, and
+compares every bit. Each check also works alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Subject:
 
     Attributes:
         make: Returns a new model, and an optimizer of its parameters.
-        registry: Has the replayer.
+        registry: The registry that contains the replayer.
     """
 
     make: Make
@@ -86,8 +86,9 @@ def check_replayer(make: Make, *, replayer: type[Replayer] | None = None) -> Non
     """Run all checks, in order.
 
     Args:
-        make: Returns a new model, and an optimizer of its parameters: at least two, and one
-            of them has more than one element. The optimizer has the same options each time.
+        make: Returns a new model, and an optimizer of its parameters. There must be at least two
+            parameters, one of them with several elements. The optimizer must have the same options
+            each time.
         replayer: The class under test, if it is not installed; None: the installed one that handles
             the optimizer.
 
@@ -135,7 +136,7 @@ class _Stranger(torch.optim.Optimizer):
 
 @_in_words
 def check_foreign_objects(subject: Subject) -> None:
-    """Check that `handles` returns a bool, and refuses everything that is not its own."""
+    """Check that `handles` returns a bool, and False for everything but its own optimizers."""
     replayer, optimizer = subject.replayer, subject.make()[1]
     stranger = _Stranger([torch.zeros(1)], {"lr": 1.0})
     mine = [(optimizer, True)]
@@ -147,15 +148,15 @@ def check_foreign_objects(subject: Subject) -> None:
 
 @_in_words
 def check_engine(subject: Subject) -> None:
-    """Check that `engine` is JSON, and the same for a new optimizer as for one that has stepped."""
+    """Check that `engine` is JSON, and equal for a new optimizer and one that has stepped."""
     replayer = subject.replayer
     new, used = subject.make()[1], subject.make()[1]
     _train(used, 1, 2)
     facts = [dict(replayer.engine(optimizer)) for optimizer in (new, used)]
     for fact in facts:
         stored = json.loads(json.dumps(fact, allow_nan=False))
-        assert stored == fact, f"engine returned {fact}, as JSON {stored}"
-    assert facts[0] == facts[1], f"engine is {facts[0]} at first, after a step {facts[1]}"
+        assert stored == fact, f"engine returned {fact}, which is as JSON {stored}"
+    assert facts[0] == facts[1], f"engine is {facts[0]} at first, but {facts[1]} after a step"
     obstacle: object = replayer.obstacle(used)
     assert type(obstacle) is str, f"obstacle returned {obstacle!r}: it must be a str"
     assert not obstacle, f"these steps cannot be replayed: {obstacle}"
@@ -163,7 +164,7 @@ def check_engine(subject: Subject) -> None:
 
 @_in_words
 def check_capture(subject: Subject) -> None:
-    """Check that what was captured does not change with later steps, nor the replayer."""
+    """Check that later steps do not change captured values, and that the replayer has no state."""
     replayer, optimizer = subject.replayer, subject.make()[1]
     before = dict(vars(replayer))
     _train(optimizer, 1, 2)
@@ -185,7 +186,7 @@ def check_capture(subject: Subject) -> None:
 
 @_in_words
 def check_unit(subject: Subject) -> None:
-    """Check that parameters step alone, or cut into pieces, as `unit` claims."""
+    """Check that parameters can step alone, or cut into pieces, if `unit` claims so."""
     _, optimizer = subject.make()
     claimed: object = subject.replayer.unit(optimizer)
     assert isinstance(claimed, Unit), f"unit returned {claimed!r}: it must be a Unit"
@@ -197,7 +198,7 @@ def check_unit(subject: Subject) -> None:
 
 
 def _steps_alone(subject: Subject, number: int) -> None:
-    """Compare a parameter that steps with all others to one that steps without them."""
+    """Compare a parameter that steps together with all others to the same parameter alone."""
     (model, together), (other, alone) = subject.make(), subject.make()
     _copy_parameters(other, model)
     for step in (1, 2, 3):
@@ -217,7 +218,7 @@ def _steps_alone(subject: Subject, number: int) -> None:
 
 
 def _steps_in_pieces(subject: Subject) -> None:
-    """Compare whole parameters to the same cut into pieces, each a parameter."""
+    """Compare whole parameters to the same parameters cut into pieces that step separately."""
     (model, whole), (other, cut) = subject.make(), subject.make()
     _copy_parameters(other, model)
     for optimizer in (whole, cut):
@@ -243,7 +244,7 @@ def _steps_in_pieces(subject: Subject) -> None:
 
 
 def _pieces(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return a parameter in pieces of odd lengths, with pieces of its state."""
+    """Cut a parameter and its state into uneven pieces; return the parameter's pieces."""
     count = parameter.numel()
     cuts = sorted({0, min(1, count), min(4, count), count // 2, count})
     state = optimizer.state.pop(parameter, {})
@@ -304,7 +305,7 @@ def check_missing_gradients(subject: Subject) -> None:
 
 @_in_words
 def check_changed_options(subject: Subject) -> None:
-    """Check options that change after each step, as by a scheduler; also those in tensors."""
+    """Check options that change after each step, as under a scheduler, even options in tensors."""
 
     def schedule(optimizer: Optimizer, step: int) -> None:
         for group in optimizer.param_groups:
@@ -318,7 +319,7 @@ def check_changed_options(subject: Subject) -> None:
 
 @_in_words
 def check_several_groups(subject: Subject) -> None:
-    """Check an optimizer with two groups, of different options."""
+    """Check an optimizer with two groups that have different options."""
 
     def divide(optimizer: Optimizer) -> None:
         group = optimizer.param_groups[0]
@@ -352,7 +353,7 @@ def _check_replay(
     change: Callable[[Optimizer, int], None] = lambda *_: None,
     after: Callable[[Optimizer, int], None] = lambda *_: None,
 ) -> None:
-    """Log steps, and replay them onto a checkpoint without and one with optimizer state."""
+    """Log steps; replay them onto two checkpoints, one without and one with optimizer state."""
     store = MemoryBackend(MemoryConfig())
     model, optimizer = subject.make()
     prepare(optimizer)
@@ -387,7 +388,7 @@ def _check_replay(
 
 @contextmanager
 def _reasons() -> Iterator[list[str]]:
-    """Collect the warnings that say why a log ends."""
+    """Collect the warnings that report why a log ends."""
     reasons: list[str] = []
 
     class Collector(logging.Handler):
@@ -472,7 +473,7 @@ def _bits(value: Any) -> Any:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, keys of dicts too."""
+    """Yield the tensors in nested containers, including the keys of dicts."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.grad is not None:

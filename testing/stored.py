@@ -34,8 +34,8 @@ class Stored:
     Attributes:
         providers: The providers that described the tree.
         description: The entries that the providers described.
-        tree: These entries as a restore sees them.
-        data: The bytes of every object that is not tied to another one.
+        tree: The same entries as a restore sees them.
+        data: The bytes of every object that is not tied to another object.
     """
 
     providers: Providers
@@ -196,6 +196,6 @@ def _claim(provider: StateProvider, kind: type) -> int | None:
     claim = provider.claims(kind)
     problem = breach_of_priority(claim, kind)
     if problem is not None:
-        msg = f"provider {provider.name!r} {problem}; mend it, or uninstall it"
+        msg = f"provider {provider.name!r} {problem}; fix the provider, or uninstall it"
         raise PluginError(msg)
     return claim

@@ -1,8 +1,8 @@
 """The backend `fsspec`: S3, and every file system of fsspec.
 
-The backend checks names, owns a store and its writers, and handles forks. The package also holds
+The backend checks names, owns a store and its writers, and handles forks. The package also contains
 the code that both kinds of store share, and the store for fsspec's file systems. The package `s3`
-holds the store for S3.
+contains the store for S3.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FsspecBackend(Backend):
         if secret:
             msg = (
                 f"{shown(url)}: {', '.join(secret)}: credentials do not belong in a URL, since "
-                "shells and logs keep it; use the environment, or `options` of a configuration "
-                "file"
+                "shells and logs record URLs; use the environment, or `options` of a "
+                "configuration file"
             )
             raise ConfigError(msg)
         own = {k: v for k, v in options.items() if k in FsspecConfig.model_fields}
@@ -94,7 +94,7 @@ class FsspecBackend(Backend):
         store = self._store()
         writer = store.writer(name, size_hint=size_hint)
         with self._lock:
-            # The store shows a blob only when it is sealed, so it cannot refuse a second writer.
+            # The store does not show a blob before its seal, so it cannot refuse a second writer.
             if any(w.name == name and not w.over for w in self._writers):
                 msg = f"{place('create', name, self.url)}: it is being written"
                 raise BlobExistsError(msg)
@@ -128,7 +128,7 @@ class FsspecBackend(Backend):
         self._store().read(requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record with one request, so that a concurrent publish cannot mix versions."""
+        """Read a record with one request: a concurrent publish cannot mix two versions."""
         check_blob_name(name)
         data = self._store().read_record(name, limit_bytes=limit_bytes)
         if isinstance(data, int):

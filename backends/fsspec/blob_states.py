@@ -107,13 +107,13 @@ class StoreWriter(BlobWriter):
     def _take(self, request: WriteRequest, batch: Batch) -> None:
         """Start writing a request; never runs concurrently.
 
-        Each transfer that still uses the caller's memory after the return holds the batch.
+        Each transfer that uses the caller's memory after this returns must hold the batch.
         """
 
     def _own_memory(self) -> None:
-        """Copy bytes of the ending batch that are still needed, since the caller reuses its memory.
+        """Copy the bytes of the ending batch that are still needed.
 
-        Never runs concurrently.
+        The caller may reuse its memory after the batch. Never runs concurrently.
         """
 
     @abstractmethod
@@ -122,7 +122,7 @@ class StoreWriter(BlobWriter):
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Remove the partial blob if possible; runs with no batch in flight and never raises."""
+        """Remove the partial blob if possible. Runs only with no batch in flight; never raises."""
 
     @property
     def over(self) -> bool:

@@ -28,7 +28,7 @@ _HARMLESS = frozenset({
     "mode", "encoding", "compression", "cache_type", "api", "version", "access", "consistency",
     "listings_cache", "use_listings_cache", "size_policy", "content_type",
 })  # fmt: skip
-_SHORT = 6  # characters; hiding shorter texts would blank parts of words in a message
+_SHORT = 6  # characters; hiding shorter texts would blank out parts of words in a message
 
 
 class FsspecConfig(PluginConfig):
@@ -41,7 +41,7 @@ class FsspecConfig(PluginConfig):
         part_bytes: Minimum part size of an upload, and maximum request size of a read. Blobs of
             more than 10,000 parts get larger parts.
         parallel: Maximum requests in flight.
-        buffer_bytes: Memory for copied parts in flight; data that covers a whole part is not
+        buffer_bytes: The memory for copied parts in flight. Data that covers a whole part is not
             copied.
         merge_gap_bytes: The largest gap between two ranges that one request reads together.
         timeout_s: Maximum seconds to connect, or to wait until the store sends or accepts bytes.
@@ -49,7 +49,7 @@ class FsspecConfig(PluginConfig):
         retry_total_s: The seconds after which no further attempt begins. If this is at most
             `timeout_s`, an attempt that times out is the last one.
         conditional_put: Whether the store decides between concurrent publishers (`If-None-Match: *`
-            of S3 and Azure, generations of Google). `auto` assumes so for AWS, and probes other
+            of S3 and Azure, generations of Google). `auto` assumes that AWS does, and probes other
             stores with a test record.
         checksums: Whether each part of an S3 upload carries a CRC for the store to check.
     """
@@ -100,7 +100,7 @@ class FsspecConfig(PluginConfig):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Strings of the options and the URL that no message may show."""
+        """The strings in the options and the URL that no message may show."""
         texts = _in_url(self.url)
         _collect(self.options, texts)
         return tuple({text for text in texts if text})

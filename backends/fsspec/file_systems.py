@@ -58,7 +58,7 @@ _OBJECT_STORES = frozenset(
 # File systems whose `pipe_file(mode="create")` leaves the decision to the store. For all others
 # fsspec itself checks that the name is free, and then puts, so two savers may both win.
 _CONDITIONAL = frozenset({"gs", "gcs", "abfs", "abfss", "az"})
-# File systems whose `open` knows "xb". Others refuse it, or check and then open as with "wb".
+# File systems whose `open` supports "xb". Others refuse it, or check the name and then open "wb".
 _EXCLUSIVE = frozenset({"file", "local"})
 # Names of the time of the last change in the `info` of file systems.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -70,7 +70,7 @@ _LISTING = re.compile(
 _ENTRY = re.compile(r"/*[A-Za-z0-9][A-Za-z0-9._-]*/?")
 _ZEROS = memoryview(bytes(1 << 20))
 
-_PAGE_BYTES = 64 << 20  # of links to other files
+_PAGE_BYTES = 64 << 20  # the largest page of links to files
 _REFUSAL_BYTES = 1 << 20
 _ERROR = 400
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)", re.ASCII)
@@ -189,20 +189,20 @@ class FileStore(Store):
             with self.explained("publish", name):
                 self._fs.pipe_file(self.path(name), bytes(data), mode="create")
         except BlobExistsError as error:
-            # The client of the file system retries even a put that had succeeded. So this very
-            # record may have the name.
+            # The client of the file system retries even a put that has succeeded. So the name may
+            # be taken by this very record.
             record: bytes | int
             try:
                 record = self.read_record(name, limit_bytes=len(data))
             except BlobNotFoundError:
-                record = b""  # it was another saver's, and is deleted since
+                record = b""  # the name was another saver's record, deleted since
             except StorageError:
-                record = data  # unknown; on "taken" a save would believe that it lost
+                record = data  # unknown: if this reported "taken", a save would believe it had lost
             if record != data:
                 raise
             msg = (
                 f"{place('publish', name, self.url)}: unknown outcome. The name is taken, perhaps "
-                "by this record, if its answer was lost: read it to find out"
+                "by this record if an answer was lost: read the record to find out"
             )
             raise StorageError(msg) from error
 
@@ -231,7 +231,7 @@ class FileStore(Store):
         super().close()
         session = getattr(self._fs, "_session", None)
         if self._read_only and session is not None:
-            # Else its connections last until the garbage collector finds the file system.
+            # Otherwise its connections stay open until the file system is garbage-collected.
             self._fs.close_session(self._fs.loop, session)
 
     # -- for writers ----------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class FileStore(Store):
     def holds(self, name: str, stream: Any) -> bool:
         """Return whether the blob of that name is known to be the open file of `stream`.
 
-        False for most stores, which identify a blob only by its name.
+        Returns False for most stores, since they identify a blob only by its name.
         """
         path = self.path(name)
         with suppress(OSError, AttributeError, ValueError):
@@ -472,8 +472,8 @@ class StreamWriter(StoreWriter):
         if self._stream is None:
             return
         # If this process was suspended, another saver may have taken over the name. So the file is
-        # removed only if it is known to be the open one, and before the stream is closed. `delete`
-        # and `prune` remove all others.
+        # removed only if it is known to be the open file, and before the stream is closed. `delete`
+        # and `prune` remove all other files.
         if self._store.holds(self.name, self._stream):
             self._store.remove(self.name)
         with suppress(Exception):
@@ -486,9 +486,9 @@ class StreamWriter(StoreWriter):
     def _open(self) -> None:
         if self._stream is None:
             self._stream = self._store.open_stream(self.name)
-            # The `__del__` of an abandoned stream would store it, over a blob that another saver
-            # may have put there since. The finalizer also keeps the stream alive as long as the
-            # writer: else the collector may free the stream first, if both are garbage.
+            # The `__del__` of an abandoned stream would store its bytes over a blob that another
+            # saver may have put there since. The finalizer also keeps the stream alive as long as
+            # the writer: otherwise, if both are garbage, the stream may be freed first.
             weakref.finalize(self, _disable_close, self._stream)
 
     def _advance(self, offset: int) -> None:
@@ -498,7 +498,7 @@ class StreamWriter(StoreWriter):
     def _send(self, view: memoryview) -> None:
         while view.nbytes:
             count = self._stream.write(view)
-            # Raw streams may write only a part; some others return None.
+            # Raw streams may write only a part of the bytes; some other streams return None.
             count = view.nbytes if count is None else count
             self._position += count
             view = view[count:]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"@]+@|[^/\s'\"@:]+:(?!\d+/)[^\s'\"@]*@)")
-# http.client quotes the value in this message: mostly a credential with a line break at its end.
+# http.client quotes the value in this message. It is mostly a credential that ends in a line break.
 _HEADER = re.compile(r"(Invalid header value).*", re.DOTALL)
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -33,7 +33,7 @@ _DENIED = {401, 403}
 
 
 class RefusedAnswerError(Exception):
-    """An answer that the file system would accept, but Penstock refuses."""
+    """Reports an answer that the file system would accept but Penstock refuses."""
 
 
 class Scrubber:
@@ -45,7 +45,7 @@ class Scrubber:
 
     def __call__(self, text: str) -> str:
         """Return `text` without known secrets, and its URLs without user names and queries."""
-        text = _HEADER.sub(r"\1 (has a credential a line break at its end?)", text)
+        text = _HEADER.sub(r"\1 (a credential may end with a line break)", text)
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return _QUERY.sub(r"\1", _USER_INFO.sub("", text))
@@ -107,7 +107,7 @@ def storage_error(
         kind, text = StorageFullError, f"{os.strerror(error.errno)}; make room or raise the quota"
     elif isinstance(error, NotImplementedError):
         kind = CapabilityError
-        text = f"this kind of store cannot do that ({text}); save to another"
+        text = f"this kind of store cannot do that ({text}); save to another store"
     elif isinstance(error, TimeoutError):
         kind, text = StorageTimeoutError, "no answer in time; is the store reachable?"
     else:

@@ -35,7 +35,7 @@ _FEEDS = 2  # one batch moves while the next is handed over
 
 T = TypeVar("T")
 
-_WASTE = 20  # wanted bytes for each byte of gaps, besides `gap_bytes`
+_WASTE = 20  # wanted bytes that allow a span one more byte of gaps, in addition to `gap_bytes`
 
 
 class Store(ABC):
@@ -70,7 +70,7 @@ class Store(ABC):
 
     @abstractmethod
     def read_record(self, name: str, *, limit_bytes: int) -> bytes | int:
-        """Return all of a record, or its size if that is above `limit_bytes`."""
+        """Return a whole record, or only its size if that is above `limit_bytes`."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -103,7 +103,7 @@ class Store(ABC):
             self.put_if_absent(name, data)
             return
         if exclusive:
-            # Two publishers may both find the name free; so `exclusive_publish` is not declared.
+            # Two publishers may both find the name free, so `exclusive_publish` is not declared.
             self.refuse_taken("publish", name)
         self.put(name, data)
 
@@ -138,7 +138,8 @@ class Store(ABC):
         Some stores silently ignore the condition; two writers of one step would then both succeed.
 
         Returns:
-            Whether the store decides between publishers, and notes that explain why not.
+            Whether the store decides between publishers; and if it does not, a note with the
+            reason.
         """
         probe = f"clock/{secrets.token_hex(8)}"  # a folder that `prune` cleans up after a crash
         try:
@@ -154,7 +155,7 @@ class Store(ABC):
         finally:
             with suppress(StorageError):
                 self.delete([probe])
-        return False, ("the store ignores the condition of a put, so one saver per root",)
+        return False, ("the store ignores the condition of a put: use one saver per root",)
 
     def close(self) -> None:
         """Wait for transfers that are not stuck, then release all threads and connections."""
@@ -231,7 +232,7 @@ class RangePiece:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One request to the store, for ascending pieces without overlap and the gaps between them."""
+    """One request to the store: ascending pieces that do not overlap, and the gaps between them."""
 
     name: str
     pieces: tuple[RangePiece, ...]

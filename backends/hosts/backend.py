@@ -55,8 +55,9 @@ class HostsConfig(PluginConfig):
     """Options of `hosts`: a root on each host.
 
     Attributes:
-        path: The path, URL or table of the root on this host; on every host another place.
-        copies: The number of other hosts that hold a copy of a host's data; only 0 for now.
+        path: The path, URL or table of the root on this host. Each host must have a place of its
+            own there, not a shared one.
+        copies: The number of other hosts that hold a copy of a host's data; must be 0 for now.
         experimental: Must be true: this backend can still lose checkpoints when hosts come and go.
     """
 
@@ -70,9 +71,9 @@ class HostsConfig(PluginConfig):
 class HostsBackend(DelegatingBackend, HostRoots):
     """Writes to the root of this host; reads, lists and deletes in the roots of all hosts.
 
-    Names of blobs and parts contain the uid of the save and the rank, so roots have no name in
-    common except records. Records in `commits/` and `tier/` count only in roots with the newest
-    epoch: a host that was away for a job does not bring back what that job has deleted or replaced.
+    Names of blobs and parts contain the uid of the save and the rank, so roots have only names of
+    records in common. Records in `commits/` and `tier/` count only in roots of the newest epoch:
+    otherwise a host that missed a job would bring back records that the job deleted or replaced.
     """
 
     name: ClassVar[str] = "hosts"
@@ -100,7 +101,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         self._newest = 0
         self._may_begin = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the three above
-        self._known: dict[str, HostRoot] = {}  # blobs that this host lacks, and a root with each
+        self._known: dict[str, HostRoot] = {}  # for each blob that this host lacks, a root with it
 
     @classmethod
     def open(cls, config: Any, /, *, open_backend: Callable[[Any], Backend]) -> Self:
@@ -119,7 +120,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
 
     @property
     def url(self) -> str:
-        """The URL of the root of this host, with the scheme `hosts` if it is a folder."""
+        """The URL of this host's root; with the scheme `hosts` if the root is a folder."""
         url = self.inner.url
         return f"hosts({url})" if "file://" not in url else url.replace("file://", "hosts://", 1)
 
@@ -148,7 +149,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._may_begin = leads
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read each blob from the first root that has it, the own root first."""
+        """Read each blob from the first root that has it, starting with this host's root."""
         elsewhere = self._known.keys() & {request.name for request in requests}
         try:
             self.inner.read([request for request in requests if request.name not in elsewhere])
@@ -165,7 +166,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._first(name, partial(_read, some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read with the own root's `submit_read`; blobs that it lacks with `read`."""
+        """Read with `submit_read` of this host's root; if it lacks a blob, with this `read`."""
         read_all = partial(Backend.submit_read, self, requests)
         if any(request.name in self._known for request in requests):
             return read_all()
@@ -190,7 +191,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         return done
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record from the first root that has it, the own root first."""
+        """Read a record from the first root that has it, starting with this host's root."""
         return self._first(name, lambda root: root.read_record(name, limit_bytes=limit_bytes))
 
     def stat(self, name: str, /) -> BlobInfo:
@@ -211,10 +212,10 @@ class HostsBackend(DelegatingBackend, HostRoots):
         return [infos[name] for name in sorted(infos)]
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish in the own root; a record that each host has, also in all other roots.
+        """Publish in this host's root; also in all other roots if every host has such records.
 
-        The own root decides. A host that does not answer lacks the record, which the next job
-        gives it.
+        If the record cannot be published on another host, this is only logged: that host's root
+        lacks the record until the next job publishes it there.
         """
         self._begin_epoch()
         others = self._roots[1:]
@@ -231,13 +232,13 @@ class HostsBackend(DelegatingBackend, HostRoots):
             return
         for root, outcome in _called(others, lambda root: root.publish(name, data)):
             if isinstance(outcome, BaseException):
-                log.warning("host %s lacks %s: %s", root.host, name, str(outcome))
+                log.warning("host %s lacks the record %s: %s", root.host, name, str(outcome))
 
     def delete(self, names: Sequence[str], /) -> None:
         """Delete in all roots.
 
         Raises:
-            StorageError: A host does not answer, and may still have the blobs.
+            StorageError: A host does not answer, so its root may still have the blobs.
         """
         self._begin_epoch()
         self._at_all(lambda root: root.delete(names))
@@ -249,7 +250,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         self._at_all(lambda root: root.sweep(before_s))
 
     def close(self) -> None:
-        """Close the connections to the other hosts, then the own root."""
+        """Close the connections to the other hosts, then this host's root."""
         for root in self._roots[1:]:
             root.backend.close()
         super().close()
@@ -296,7 +297,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         """Return the result of `call` for each root.
 
         Raises:
-            StorageError: A root failed; the call was made for all others.
+            StorageError: A root failed; the call was made on all roots.
         """
         results: dict[HostRoot, T] = {}
         for root, outcome in _called(self._roots, call):
@@ -308,8 +309,9 @@ class HostsBackend(DelegatingBackend, HostRoots):
     def _begin_epoch(self) -> None:
         """Begin the epoch of this job on all hosts, once, before its first change.
 
-        First gives each root the records that count, and deletes those that do not. So a crash at
-        any moment leaves them whole in all roots of the newest epoch.
+        First gives each root the records that count, and deletes the records that do not count. So
+        after a crash at any moment, all roots of the newest epoch still have the records that
+        count.
 
         Raises:
             StorageError: A host does not answer.
@@ -342,7 +344,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         there.discard(HOST_NAME)
         if there and root.epoch < self._newest:
             log.warning(
-                "host %s was away from this run: its %d records do not count any more",
+                "host %s missed a job of this run, so its %d old records are deleted",
                 root.host,
                 len(there),
             )
@@ -359,7 +361,7 @@ def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
 def _called(
     roots: Sequence[HostRoot], call: Callable[[Backend], T]
 ) -> Iterator[tuple[HostRoot, T | BaseException]]:
-    """Yield the result or error of `call` for each root; calls all at once."""
+    """Call `call` on all roots at once; yield each root's result or error, in their order."""
     if len(roots) == 1:  # needs no thread
         try:
             yield roots[0], call(roots[0].backend)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SMALL_READ_BYTES = 256 << 10  # below this the page cache costs less than a bounce page
 INLINE_READ_BYTES = 1 << 20  # below this the calling thread reads: no thread, no ring to start
-_MOST_DEVICES = 64  # to check: volumes can be stacked on each other
+_MOST_DEVICES = 64  # the most devices to check: volumes can be stacked on each other
 
 
 class LocalConfig(PluginConfig):
@@ -88,7 +88,7 @@ class LocalBackend(Backend):
 
     @property
     def url(self) -> str:
-        """The root as a `file://` URL, so that messages name a run equally for all engines."""
+        """The root as a `file://` URL, so that messages name a run the same way for all engines."""
         return f"file://{quote(self._names.root)}"
 
     @property

@@ -63,7 +63,7 @@ class FileWriter(BlobWriter):
         self._changed = threading.Condition()
 
     def submit(self, requests: Sequence[WriteRequest]) -> Future[None]:
-        """Start a write, which uses the buffers until the future is done.
+        """Start a write. It uses the buffers until the future is done.
 
         Raises:
             StorageError: The blob is sealed or dead, or two requests touch the same page. No write
@@ -102,7 +102,7 @@ class FileWriter(BlobWriter):
     def sync(self, length: int, /) -> None:
         """See `BlobWriter.sync`. The first call also syncs the folders."""
         self._make_durable("sync", length, _State.OPEN)
-        self._ahead.end()  # a killed process would leave the reserved space
+        self._ahead.end()  # if the process is killed, nothing would free the reserved space
 
     def _make_durable(self, what: str, length: int, then: _State) -> None:
         ours, outcome = False, _State.DEAD
@@ -134,8 +134,8 @@ class FileWriter(BlobWriter):
     def abort(self) -> None:
         """See `BlobWriter.abort`. Removes the file to free its space at once.
 
-        Keeps another file of that name, which a restarted job may have created while this process
-        was suspended.
+        Does not remove another file of that name, which a restarted job may have created while this
+        process was suspended.
         """
         if os.getpid() != self._pid:  # in a forked child: the parent may still write the blob
             return
@@ -174,7 +174,7 @@ class FileWriter(BlobWriter):
         return self._state.name.lower() + " already"
 
     def _claim_edges(self, requests: list[tuple[int, tuple[memoryview, ...]]]) -> None:
-        """Refuse two requests that share a page: each would fill the other's bytes with zeros.
+        """Refuse two requests that share a page: each would overwrite the other's bytes with zeros.
 
         A shared page is an edge page of both requests, so it is enough to remember edge pages.
         """
@@ -220,8 +220,8 @@ class FileWriter(BlobWriter):
 class SpaceAhead:
     """Reserves space ahead of the writes, which is 1.3x faster on ext4 and gives fewer extents.
 
-    Never fails: if space cannot be reserved, the writes go on without it. If the store is full, the
-    write itself reports that.
+    Never fails: if space cannot be reserved, the writes continue without it. If the store is full,
+    the write itself reports that.
     """
 
     def __init__(self, window_bytes: int, size_hint: int | None) -> None:

@@ -60,8 +60,8 @@ def storage_error(error: OSError, what: str, name: str, root: str) -> StorageErr
         where = f"{root}: cannot {what} {name or 'it'}"
     if number == errno.ENOENT and what in _MAKING:
         msg = (
-            f"{root}: cannot {what} {name}: its folder cannot be created (ENOENT): it is in no "
-            "real file system, such as /proc, or something keeps removing it"
+            f"{root}: cannot {what} {name}: its folder cannot be created (ENOENT): the path is in "
+            "a pseudo file system such as /proc, or another process keeps removing the folder"
         )
         return StorageError(msg)
     if number == errno.ENOENT:
@@ -101,7 +101,7 @@ def _limit_within_a_page() -> str | None:
     if limit == resource.RLIM_INFINITY or limit % PAGE_BYTES == 0:
         return None
     return (
-        f"files of this process may have at most {limit} bytes, which is no multiple of "
+        f"files of this process may have at most {limit} bytes, which is not a multiple of "
         f"{PAGE_BYTES}: raise or round the limit (ulimit -f)"
     )
 

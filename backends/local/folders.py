@@ -45,7 +45,7 @@ class Ownership:
         self._entrances: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Refuse a root with a component of another user; warn if other users can write to one.
+        """Refuse a root if another user owns a component; warn if others can write to one.
 
         Raises:
             CapabilityError: Another user owns a component of the path.
@@ -91,7 +91,7 @@ def _warn_once(entrance: str) -> None:
 
 
 class Folders:
-    """Keeps the folders open from the root down to the folder that holds a name."""
+    """Keeps all folders open, from the root down to the folder that contains a name."""
 
     def __init__(self, root: str, fds: list[int]) -> None:
         self._root = root
@@ -99,14 +99,14 @@ class Folders:
 
     @property
     def last(self) -> int:
-        """The file descriptor of the folder that holds the name."""
+        """The file descriptor of the folder that contains the name."""
         return self._fds[-1]
 
     def sync(self) -> None:
         """Make the directory entries of all folders durable, from the innermost to the root's.
 
-        Syncs even folders that this process did not create: another process may not have synced
-        them yet, and a power cut would remove them with our file.
+        Syncs even folders that this process did not create: another process may have created them
+        without syncing them yet, and a power cut would remove them together with the file.
         """
         for fd in reversed(self._fds):
             os.fsync(fd)

@@ -79,7 +79,7 @@ def direct_alignment(fd: int) -> int | None:
     """Return the alignment in bytes that direct I/O on `fd` needs for memory and offsets.
 
     Returns:
-        0 if the file system refuses direct I/O, None if it does not report it.
+        The alignment; 0 if the file system refuses direct I/O, None if it does not report one.
     """
     out = ctypes.create_string_buffer(_STATX_BYTES)
     try:

@@ -1,7 +1,7 @@
 """Names under one root folder. Every lookup opens folder by folder and follows no link.
 
-Otherwise a link that replaces a folder could lead out of the root. Blob names have no `~`, so
-temporary files begin with it and are never listed.
+Otherwise a link that replaces a folder could lead out of the root. Temporary files begin with `~`,
+which no blob name contains, so they are never listed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Namespace:
     def create_file(self, name: str, *, birth: Birth | None = None) -> tuple[int, Folders]:
         """Create a new empty file; the caller closes both results.
 
-        A given `birth` creates the file under a temporary name. Linking it to `name` then fails if
-        the name is taken.
+        If `birth` is given, it creates the file under a temporary name. The file is then linked to
+        `name`, which fails if the name is taken.
 
         Raises:
             StorageError: See `Backend.create`.
@@ -157,7 +157,7 @@ class Namespace:
         return BlobInfo(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See `Backend.delete`. Each folder's deletions are durable before the next folder's."""
+        """See `Backend.delete`. Makes the deletions in a folder durable before the next folder."""
         for name in names:
             check_blob_name(name)
         start = 0
@@ -205,7 +205,8 @@ class Namespace:
     def sweep(self, before_s: float) -> None:
         """Remove old temporary files and empty folders.
 
-        Sweeps only the folders of Penstock's names: other files under the root belong to the user.
+        Sweeps only the top folders that Penstock uses: other files under the root belong to the
+        user.
         """
         for top in _TOPS:
             try:
@@ -335,8 +336,8 @@ class Namespace:
         try:
             os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
-            # On a network file system the answer may be lost although the link was made; then the
-            # file has two names. "Taken" would be reported as a lost race.
+            # On a network file system the answer may be lost although the link was made. The file
+            # has two names in that case, and "taken" would wrongly count as a lost race.
             if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1:
                 return
             if error.errno in _NO_LINKS:

@@ -31,7 +31,7 @@ SLACK_BYTES = 64 << 10  # so that a chunk of 16 MiB fits into one call with its 
 SLOT_BYTES = 1 << 20
 MIN_DIRECT_BYTES = 16 << 10  # below this a copy is cheaper than one more entry in the vector
 MAX_VECTOR = 1024  # IOV_MAX
-RETRY_S = 10.0  # a device that only asks for retries for this long is broken
+RETRY_S = 10.0  # if a device asks only for retries for this long, it counts as broken
 
 # After these a call has moved nothing and may be repeated. ECANCELED comes from io_uring: the
 # process limit kept the kernel from starting a worker thread for the call.
@@ -75,7 +75,7 @@ class TransferBatch:
             self._resolve()
 
     def fail(self, error: Exception, transfer: Transfer | None = None) -> None:
-        """Record an error if it is the first, mapped to one of Penstock's errors."""
+        """Record the batch's first error, mapped to one of Penstock's errors; ignore later ones."""
         with self._lock:
             if self._error is None:
                 self._error = self._explain(error, transfer)
@@ -169,7 +169,7 @@ class Transfer:
         name: The name of the blob, for messages.
         fd: The open file.
         write: True for a write, False for a read.
-        direct: Whether `fd` bypasses the page cache; then all offsets are multiples of a page.
+        direct: Whether `fd` bypasses the page cache. If so, all offsets are multiples of a page.
         offset: The offset in the file.
         stripe_bytes: The stripe size of the blob.
         needed: The bytes from `offset` that must be moved; the last page of a read may be short.
@@ -191,7 +191,7 @@ class Transfer:
     slot_bytes: int = 0
 
     def take(self, at: int, part: memoryview | Bounce) -> bool:
-        """Append `part` if it follows the last one and fits; return whether it did."""
+        """Append `part` if it follows the last part and fits; return whether it was appended."""
         length = part_bytes(part)
         slot = length if isinstance(part, Bounce) else 0
         if at != self.offset + self.length or len(self.parts) >= MAX_VECTOR:
@@ -350,7 +350,8 @@ class OpenBlob:
         name: The name of the blob, for messages.
         fd: The open file.
         direct: Whether `fd` bypasses the page cache.
-        stripe_bytes: No transfer crosses a multiple of this, which is whole pages; 0 sets no bound.
+        stripe_bytes: No transfer crosses a multiple of this number of bytes, itself a multiple of a
+            page; 0 sets no bound.
         advise: Returns advice on a failed write.
     """
 

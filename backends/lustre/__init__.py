@@ -1,7 +1,7 @@
 """The backend `lustre`: files on Lustre, each striped over OSTs before its first byte.
 
-Holds layouts, the policy that chooses them, and the calls of `lfs`. The code that all file backends
-share is in `penstock.backends.local`.
+The package contains layouts, the policy that chooses them, and the calls of `lfs`. The code that
+all file backends share is in `penstock.backends.local`.
 """
 
 from penstock.backends.lustre.backend import LustreBackend

@@ -190,7 +190,8 @@ class LustreBackend(LocalBackend):
 def cut_bytes(layout: Layout | None, /) -> int:
     """Return the unit in bytes at which to split requests, so that each goes to one OST.
 
-    0 means no split, since the layout is unknown, or its stripes are too small or uneven.
+    Returns 0 if requests are not split: the layout is unknown, or its stripes are too small or of
+    uneven sizes.
     """
     if layout is None:
         return 0
@@ -220,7 +221,7 @@ class LayoutPlacer:
         self._warned: set[str] = set()
 
     def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
-        """Return the function that creates a blob's file; None means the folder's default."""
+        """Return a function that creates a blob's file; None if it gets the folder's default."""
         config = self._config
         inherit = config.stripe_count == "inherit"
         self._advise_on_default(size_hint, blobs_inherit=inherit)
@@ -230,7 +231,7 @@ class LayoutPlacer:
         return lambda path: self._place(path, striping)
 
     def record(self) -> Birth | None:
-        """Return the function that creates a record's file; None means the folder's default."""
+        """Return a function that creates a record's file; None if it gets the folder's default."""
         kind = self._config.records
         if kind == "dom":
             layout = ("-E", _DOM_BYTES, "-L", "mdt", "-E", "-1", "-c", "1")
@@ -265,8 +266,8 @@ class LayoutPlacer:
         def advise(error: OSError, where: ByteRange | None) -> str:
             osts: tuple[Ost, ...] = ()
             if error.errno == errno.ENOSPC:
-                # This runs in the engine's thread, so other transfers are reaped only afterwards.
-                # But the blob is lost, and older figures would name the wrong OST.
+                # This blocks the engine's thread, so other transfers are reaped only afterwards.
+                # That is acceptable: the blob is lost, and older figures would name a wrong OST.
                 osts = self._free_space(max_age_s=0.0)
             return about_osts(error.errno or 0, layout, where, osts)
 
@@ -330,7 +331,7 @@ class LayoutPlacer:
             _plain_file(path)
             return None
         if answer.code != 0:
-            _remove(path)  # it may have been created without the layout
+            _remove(path)  # `lfs` may have created the file without the layout
         elif answer.complaint:
             # If an administrator reserves layouts, `lfs` warns, and creates a plain file.
             self._warn_once("lfs setstripe warns", answer.complaint)
@@ -415,7 +416,7 @@ class LayoutPlacer:
 def about_osts(
     number: int, layout: Layout | None, where: ByteRange | None, osts: tuple[Ost, ...]
 ) -> str:
-    """Return a sentence that names the OSTs of a failed write, with free space if one is full.
+    """Return a sentence that names the OSTs of a failed write; if one is full, with free space.
 
     A write to a full OST fails with ENOSPC even if the file system has room.
 

@@ -96,7 +96,7 @@ class Layout:
 
     Attributes:
         components: The components, in stored order.
-        foreign: Whether the bytes are outside Lustre; then there are no components.
+        foreign: Whether the bytes are outside Lustre. If so, there are no components.
     """
 
     components: tuple[Component, ...]

@@ -1,4 +1,4 @@
-"""The striping policy, which computes layouts without I/O, equally on every rank.
+"""The striping policy: computes layouts without I/O, and with the same result on every rank.
 
 A checkpoint of any number of ranks should load all OSTs equally, with as few stripes per blob as
 possible. Fewer stripes mean fewer objects to create, to lock and to lose, and fewer writers on one
@@ -18,14 +18,14 @@ MAX_STRIPE_BYTES: Final = 1 << 30  # Lustre: below 4 GiB
 MAX_STRIPES: Final = 2000  # LOV_MAX_STRIPE_COUNT
 MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST is not worth its own object
 MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: the bytes of one RPC
-MAX_RUN_BYTES: Final = 128 << 20  # of one object at a time, where OSTs hold several
+MAX_RUN_BYTES: Final = 128 << 20  # the most bytes in a row to one object, if OSTs hold several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
 SLACK: Final = 1.01  # the slowdown from the best balance accepted for fewer stripes
-SEPARATE_SLACK: Final = 1.08  # the same, if blobs then share no OST
+SEPARATE_SLACK: Final = 1.08  # the accepted slowdown if the blobs then share no OST
 STEPS: Final = 2  # the fewest rounds of a blob over its stripes
 UNKNOWN_BLOB_BYTES: Final = 1 << 30
-UNKNOWN_OSTS_STRIPES: Final = 4  # the server places them at random: a few even out the load
-ROOM: Final = 2  # an OST is used if its share of a checkpoint fits this many times
+UNKNOWN_OSTS_STRIPES: Final = 4  # the server places stripes at random: several even out the load
+ROOM: Final = 2  # an OST is used if it has room for this many times its share of a checkpoint
 
 # The last column of `lfs df`: an OST with one of the first flags takes no new objects, and a
 # degraded one should get none (`lfs-df(1)`).
@@ -90,9 +90,10 @@ class Striping:
 def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     """Return the striping of one blob.
 
-    * No stripe holds less than `MIN_OBJECT_BYTES`, so small blobs have one stripe.
-    * In full rounds of one writer for each OST, each writer has one stripe. The remaining writers
-      have the fewest stripes that balance the OSTs within `SLACK`.
+    * A blob has several stripes only if each holds at least `MIN_OBJECT_BYTES`.
+    * If there are at least as many writers as OSTs, they form rounds of one writer for each OST,
+      and each writer in a full round has one stripe. The remaining writers have the fewest stripes
+      that balance the OSTs within `SLACK`.
     * If there are fewer writers than OSTs, each writer has its own OSTs and at most one stripe for
       each request in flight, if that balances the OSTs within `SEPARATE_SLACK`. Otherwise writers
       share OSTs, with the fewest stripes that balance them, and start evenly spaced.
@@ -177,7 +178,7 @@ def _own_places(demand: Demand, usable: tuple[int, ...], useful: int) -> tuple[i
 
 
 def _stride(ring: int, turn: int) -> int:
-    """Return the stride between adjacent writers of a round; coprime with the ring, to fill it.
+    """Return the stride between adjacent writers of a round: coprime with the ring, to fill it.
 
     Each round has a different stride. Otherwise the ranks of two nodes would share all their OSTs,
     and wait for one link at a time.
@@ -192,7 +193,7 @@ def _short_requests(demand: Demand) -> int:
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return a stripe size: half of a writer's bytes in flight fill one stripe on each OST."""
+    """Return the stripe size: half of a writer's bytes in flight then cover its share of OSTs."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

@@ -59,10 +59,10 @@ class TieredConfig(PluginConfig):
 
     Attributes:
         fast: The path, URL or table of any backend, even of another `tiered`.
-        durable: The same for the durable tier.
-        durable_means: The tier that must have the whole checkpoint for `handle.durable`.
-        drain_every: Copies every N-th save; 0 copies none. A save that does not fit in `fast` still
-            goes to `durable`.
+        durable: The path, URL or table of the durable tier.
+        durable_means: The tier that must have the whole checkpoint before `handle.durable` is done.
+        drain_every: N, to copy every N-th save; 0 copies none. A save that does not fit in `fast`
+            still goes to `durable`.
         drain_bytes_per_s: Maximum bytes per second to copy; None sets no limit.
         drain_in: Where copies run: on a `thread` of the trainer, or in a separate `process`, which
             slows training less; `auto` uses a process for checkpoints of 64 MiB and more.
@@ -112,7 +112,7 @@ class TieredBackend(Backend):
             raise ConfigError(msg)
         self._owned = [fast, durable]
         self._tiers = _flat(config, fast, durable)
-        self._roots: dict[int, RootRecord | None] = {}  # the tiers that have answered
+        self._roots: dict[int, RootRecord | None] = {}  # the root records of tiers that answered
         self._backends = [tier.backend for tier in self._tiers]
         self._checks_roots = False
         check_apart(self._backends)
@@ -154,14 +154,14 @@ class TieredBackend(Backend):
         return cls.Config.model_validate(options)
 
     def _check_roots(self) -> None:
-        """Read the root records, and skip each tier that has the wrong root or does not answer.
+        """Read the root records; skip each tier that has the wrong root or does not answer.
 
         Raises:
             ConfigError: The tiers belong to different runs, or have a different order.
             StorageError: No tier is left.
         """
         began_s = time.monotonic()
-        self._checks_roots = True  # also of tiers that open later
+        self._checks_roots = True  # tiers that open later are checked too
         late = [number for number, backend in enumerate(self._backends) if not _is_open(backend)]
         failed = self._read_roots([n for n in range(len(self._backends)) if n not in late])
         for number, why in misplaced_roots(
@@ -452,7 +452,7 @@ def _is_anonymous(spec: object) -> bool:
 
 
 def _flat(config: TieredConfig, fast: Backend, durable: Backend) -> tuple[Tier, ...]:
-    """Return the tiers of both; the last tier of `fast` drains into the first of `durable`."""
+    """Return the tiers of both backends. The last of `fast` drains to the first of `durable`."""
     upper = _inner("fast", fast, durable=config.durable_means == "fast")
     lower = _inner("durable", durable, durable=config.durable_means == "durable")
     link = replace(

@@ -1,4 +1,4 @@
-"""A tier that could not be opened with the run; later calls try to open it again."""
+"""A tier that could not be opened when the run was opened; later calls try to open it again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
 
 
 class LateBackend(DelegatingBackend):
-    """Delegates to a backend that each call tries to open; raises the error if that fails."""
+    """Delegates to a backend. Until it is open, each call tries to open it.
+
+    A call raises the error of the last try if that fails, or during the pause after a failed try.
+    """
 
     def __init__(
         self, open_it: Callable[[], Backend], shown: str, failure: StorageError, took_s: float, /
@@ -85,12 +88,12 @@ class LateBackend(DelegatingBackend):
         return ()
 
     def check_writable(self) -> None:
-        """Check the backend if it is open; `open_or_wait` logs the outage of others."""
+        """Check the backend if it is open; otherwise `open_or_wait` has logged the outage."""
         if self._found is not None:
             self._found.check_writable()
 
     def close(self) -> None:
-        """Close the backend if it is open; a try in flight closes a backend that it opens."""
+        """Close the backend if it is open. If a try in flight opens it later, the try closes it."""
         Backend.close(self)
         with self._lock:
             self._closed = True

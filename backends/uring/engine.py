@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_LOST: list[RingEngine] = []  # broken with calls in flight: the kernel may still use their memory
+_LOST: list[RingEngine] = []  # engines that broke down while the kernel may still use their memory
 
 
 class RingEngine:
-    """Moves transfers in lanes 0..depth-1. A lane has a bounce slot and moves one transfer at once.
+    """Moves transfers in lanes 0 to depth-1. Each lane has a bounce slot, and moves one at a time.
 
     The ring has an entry for each lane, and each lane has at most one call in flight, so neither
     queue can overflow.
@@ -63,7 +63,7 @@ class RingEngine:
                 self._thread = thread
             batch.begin(len(transfers))
             self._waiting.extend(transfers)
-            self._ring.wake()  # under the lock: outside of it the ring may already be closed
+            self._ring.wake()  # under the lock: without it the ring may already be closed
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -59,7 +59,7 @@ def _cpuinfo() -> str:
 
 
 def flags_lacked(cpuinfo: str) -> set[str]:
-    """Return the CPU flags that `liburing` needs but `cpuinfo` (`/proc/cpuinfo`) lacks."""
+    """Return the CPU flags that `liburing` needs but `cpuinfo`, from `/proc/cpuinfo`, lacks."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((value for key, _, value in lines if key.strip() == "flags"), None)
     return set() if flags is None else _CPU_FLAGS - set(flags.split())  # None: not an x86
@@ -74,7 +74,7 @@ def _refuse_if_disabled() -> None:
 
 
 class Ring:
-    """The submission and completion queues. Only one thread uses them; any may call `wake`."""
+    """The submission and completion queues. Only one thread may use them; any may call `wake`."""
 
     def __init__(self, entries: int) -> None:
         """Set up the ring, which also probes io_uring.
@@ -176,7 +176,7 @@ class Ring:
             yield token, result
 
     def close(self) -> None:
-        """Free the ring, with no call in flight. Idempotent."""
+        """Free the ring; no call may be in flight. Idempotent."""
         if self._open:
             self._open = False
             self._lib.io_uring_queue_exit(self._ring)

@@ -1,7 +1,7 @@
 """Joint reads of a checkpoint: one rank reads bytes that several ranks need.
 
-Covers which ranks are on which host; which rank reads which bytes; the shared memory that passes
-bytes on within a host; the HTTP that passes bytes on between hosts. Also serves a host's root to
+The modules find the ranks of each host, decide which rank reads which bytes, and pass the bytes on:
+through shared memory within a host, over HTTP between hosts. Another module serves a host's root to
 the other hosts of its job. `pipeline` reads and verifies bytes. `restore` plans a rank's needs and
 imports this package.
 """

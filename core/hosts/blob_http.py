@@ -1,8 +1,9 @@
-"""Serves ranges of blobs to other processes over HTTP, and reads them there.
+"""Serves ranges of blobs to other processes over HTTP, and reads ranges from such servers.
 
-A request is `GET /BLOB` with one `Range`, or `POST` with an operation of the server's owner. With
-`GET /` both ends only prove that they know a secret, without sending it. The bytes are not
-encrypted or signed, so the reader compares them with the checkpoint's checksums.
+A request is `GET /BLOB` with one `Range`, or `POST` with an operation that the server's owner
+defines. `GET /` transfers no blob: it only proves to each end that the other knows a secret, which
+is never sent. The bytes are not encrypted or signed, so the reader compares them with the
+checkpoint's checksums.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _REFUSALS: Mapping[int, type[StorageError]] = {
     HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: BlobTruncatedError,
     HTTPStatus.INTERNAL_SERVER_ERROR: StorageError,
 }
-_MOST_BYTES = 256 << 20  # of a request or answer other than a range
+_MOST_BYTES = 256 << 20  # the largest request or answer, except the bytes of a range
 _MOST_SILENT = 64  # connections that have not proved their identity yet
-_UNDISTURBED = 1 / 16  # of the patience: until then, no newer connection displaces one
+_UNDISTURBED = 1 / 16  # share of the patience in which no newer connection displaces a silent one
 # A datagram port that nothing is sent to: connecting shows the local address the kernel would use.
 _ANY_PORT = 9
 # Not a real machine (RFC 5737): the route to it is the default route.
@@ -55,7 +56,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 class BlobRange(NamedTuple):
-    """Identifies stored bytes; the same on all ranks."""
+    """A range of stored bytes, named the same on all ranks."""
 
     blob: str
     offset: int
@@ -75,15 +76,15 @@ class Credentials(NamedTuple):
 
     @classmethod
     def of(cls, secret: bytes, server: int, client: int) -> Credentials:
-        """Derive the credentials of a pair from the secret of the job's ranks."""
+        """Derive the credentials of a server and a client from the secret of the job's ranks."""
         roles = (f"{role}/{server}/{client}".encode() for role in ("client", "server"))
         return cls(*(hmac.digest(secret, role, "sha256").hex() for role in roles))
 
 
 class BlobServer(ThreadingTCPServer):
-    """Lends ranges of blobs to clients that know their token, each over one connection.
+    """Lends ranges of blobs to clients that know their token. Each client has one connection.
 
-    Refuses a second connection of a client, so an overheard token is useless.
+    The server refuses a client's second connection, so an overheard token is useless.
     """
 
     request_queue_size = 256  # all ranks of a job connect at once
@@ -102,11 +103,12 @@ class BlobServer(ThreadingTCPServer):
 
         Args:
             address: An address of this host.
-            credentials: Returns the credentials of a client; None for a stranger.
-            lend: Waits for the requested bytes, and lends them until they are sent; gives None if
-                the client must read them elsewhere.
+            credentials: Returns the credentials for a client number; None for an unknown number.
+            lend: Waits for the requested bytes, and lends them until they are sent. It lends None
+                if the client must read the bytes elsewhere.
             left: Called when a client has disconnected.
-            answer: Returns the answer to a `POST`, from its path and body; None: there are none.
+            answer: Returns the answer to a `POST`, given its path and body. With None, the server
+                refuses every `POST`.
             timing: Sets how often to check for late connections (`poll_s`).
 
         Raises:
@@ -120,7 +122,7 @@ class BlobServer(ThreadingTCPServer):
         self._left = left
         self._clock = timing.clock
         self._patience_s = 0.0
-        self._lock = threading.Lock()  # guards the connections, and that none is closed while used
+        self._lock = threading.Lock()  # guards the tables; no socket in them is closed while used
         self._silent: dict[socket.socket, Deadline] = {}
         self._clients: dict[int, socket.socket] = {}
         self._serving: list[threading.Thread] = []
@@ -138,7 +140,7 @@ class BlobServer(ThreadingTCPServer):
             _shut(self._clients.get(client))
 
     def close(self) -> None:
-        """Stop listening, and close all connections. Returns at once. Idempotent."""
+        """Stop listening, and close all connections, without waiting for threads. Idempotent."""
         with self._lock:
             self._closed = True
             for connection in (self.socket, *self._silent, *self._clients.values()):
@@ -147,12 +149,12 @@ class BlobServer(ThreadingTCPServer):
             self.server_close()
 
     def join(self, deadline: Deadline) -> None:
-        """Wait until all threads end; called after `close`."""
+        """Wait until all threads end or the deadline is over; called after `close`."""
         for thread in self._serving:
             thread.join(deadline.left_s())
 
     def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
-        """Return the client of a request and the server's proof for it; None for a stranger."""
+        """Return the number of a request's client, and the proof to send; None: refuse it."""
         token = _TOKEN.fullmatch(authorization)
         client = -1 if token is None else int(token[1])
         known = self.credentials(client)
@@ -175,10 +177,10 @@ class BlobServer(ThreadingTCPServer):
                     time.sleep(self._poll_s)
 
     def _has_room(self) -> bool:
-        """Close late connections; return whether another connection fits.
+        """Close late connections; return whether there is room for another connection.
 
-        Every connection keeps a minimum time to prove its identity, even if there are too many: a
-        crowd of strangers must not drive out a rank that gets no CPU time.
+        Every connection keeps a minimum time to prove its identity, even if there are too many
+        connections: a crowd of strangers must not drive out a rank that gets no CPU time.
         """
         with self._lock:
             for connection, deadline in [*self._silent.items()]:
@@ -196,7 +198,7 @@ class BlobServer(ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError:
-            if not self._closed:  # out of descriptors: the listener would stay ready forever
+            if not self._closed:  # out of descriptors: without a pause, this would be a busy loop
                 time.sleep(self._poll_s)
             raise
 
@@ -251,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(found, proof, data or b"", f"bytes {start}-{stop - 1}/*")
 
     def do_POST(self) -> None:
-        """Carry out an operation of the server's owner."""
+        """Carry out an operation that the server's owner defines."""
         server = self.server
         assert isinstance(server, BlobServer)
         admitted = server.admit(self.headers.get("Authorization", ""), self.connection)
@@ -262,14 +264,14 @@ class _Handler(BaseHTTPRequestHandler):
         _, proof = admitted
         body = self.rfile.read(min(int(length), _MOST_BYTES))
         if len(body) != int(length):
-            msg = "the request is too long, or was cut off"
+            msg = "the request is too long or was cut off"
             raise ConnectionError(msg)
         with self._refusing(proof):
             self._answer(HTTPStatus.OK, proof, server.answer(self.path[1:], body))
 
     @contextmanager
     def _refusing(self, proof: str) -> Iterator[None]:
-        """Answer with the error of the store; called before anything else is sent."""
+        """Answer with a StorageError that the block raises; nothing may have been sent before."""
         try:
             yield
         except StorageError as error:
@@ -293,7 +295,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class BlobClient:
-    """Reads ranges from a `BlobServer` over one connection. For one thread at a time."""
+    """Reads ranges from a `BlobServer` over one connection. Only one thread at a time may use it.
+
+    `close` is the exception: any thread may call it at any time.
+    """
 
     def __init__(
         self,
@@ -304,14 +309,14 @@ class BlobClient:
         connect_s: float,
         silent_s: float | None = None,
     ) -> None:
-        """Prepare.
+        """Prepare; `connect` opens the connection.
 
         Args:
-            address: An IP address and a port.
+            address: The IP address and the port of the server.
             client: The number of this client.
-            credentials: The credentials of this pair.
-            connect_s: The most seconds to spend on connecting.
-            silent_s: The most seconds to wait for more bytes; None: until `close`.
+            credentials: The credentials of the server and this client.
+            connect_s: The longest time that connecting may take.
+            silent_s: The longest wait for more bytes; None: without a limit, until `close`.
 
         Raises:
             OSError: No socket is available.
@@ -344,8 +349,9 @@ class BlobClient:
         """Fill every target completely, as `Backend.read` does.
 
         Raises:
-            BlobNotFoundError: The server does not lend a range to this client, which may ask for
-                other ranges.
+            BlobNotFoundError: The server does not lend a range to this client, or its store lacks
+                the blob. The client may ask for other ranges.
+            BlobTruncatedError: A range ends after the end of its blob.
             StorageError: The server's store failed, or the connection `is_lost`.
         """
         for request in requests:
@@ -353,7 +359,7 @@ class BlobClient:
             where = {"Range": f"bytes={request.offset}-{last}"}
             with self._failing(), self._ask(request.name, where) as response:
                 if response.status == HTTPStatus.NOT_FOUND and not response.length:
-                    msg = f"{request.name}:{request.offset} is not lent by {self._address}"
+                    msg = f"{self._address} does not lend {request.name}:{request.offset}"
                     raise BlobNotFoundError(msg)
                 _raise_refusal(response)
                 if response.status != HTTPStatus.PARTIAL_CONTENT or response.length != size:
@@ -364,7 +370,7 @@ class BlobClient:
                     raise ConnectionResetError(msg)
 
     def call(self, path: str, body: bytes = b"") -> bytes:
-        """Return the answer of the server's owner to a `POST`.
+        """Send `body` in a `POST` to `path`, and return the answer.
 
         Raises:
             StorageError: As in `read`.
@@ -378,7 +384,7 @@ class BlobClient:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is closed, so that every call fails."""
+        """Whether the connection has failed or was closed. If so, every call fails."""
         return bool(self._failure)
 
     def close(self, why: str) -> None:
@@ -388,7 +394,7 @@ class BlobClient:
             _shut(self._socket)
 
     def dispose(self) -> None:
-        """Free the socket; only the reading thread may call this."""
+        """Free the socket. Only the thread that uses the client may call this."""
         with self._lock:
             self._connection.close()
 
@@ -445,8 +451,8 @@ def _shut(connection: socket.socket | None) -> None:
 def own_address(host: str | None, network: str | None) -> str:
     """Return the address at which ranks on other hosts reach this host.
 
-    Does not look up a host name, because cluster host names often resolve to another network or to
-    loopback. The kernel picks the address for the route.
+    The kernel picks the address for the route to `host` or `network`. The name of this host is not
+    looked up, because cluster host names often resolve to another network or to loopback.
 
     Args:
         host: The host of the job's store, which all ranks reach; None if there is none.
@@ -462,13 +468,13 @@ def own_address(host: str | None, network: str | None) -> str:
             found = _address_towards(str(wanted.network_address + 1))
             if ipaddress.ip_address(found) in wanted:
                 return found
-        msg = f"this machine has no address in the network {network}: is rank_network right?"
+        msg = f"this machine has no address in the network {network}: check rank_network"
         raise OSError(msg)
     if host is not None:
         found = _address_towards(host)
         if not ipaddress.ip_address(found).is_loopback or _is_loopback(host):
             return found
-    try:  # here the name of this machine means its loopback address
+    try:  # no `host`, or its name is this machine's own and resolves to loopback
         return _address_towards(_ELSEWHERE)
     except OSError:  # no network at all
         return "127.0.0.1"

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _HOSTS_KEY = "hosts"
-_POLL_SHARE = 4  # rank 0 pauses this many times as long as one look took: the store is slow
+_POLL_SHARE = 4  # pause at least 4 times as long as the last read took, to spare a slow store
 
 
 class Census:
-    """The hosts of a job's ranks, as reported through the job's store, for one restore.
+    """Collects, for one restore, the hosts that a job's ranks report through the job's store.
 
-    A wait for other ranks ends with the restore, or at the time limit for a stuck rank.
+    A wait for other ranks ends when the restore ends, or after the time limit for a stuck rank.
     """
 
     def __init__(self, session: RankSession[RestoreRound]) -> None:
@@ -46,7 +46,7 @@ class Census:
 
     @staticmethod
     def announce(group: RankGroup) -> None:
-        """Post this rank's host early, so that rank 0 need not wait for it later.
+        """Post this rank's host early, so that rank 0 does not wait for the post later.
 
         Raises:
             CoordinationError: The job's store cannot be reached.
@@ -62,9 +62,9 @@ class Census:
         return self._deadline.is_over()
 
     def gives_up(self) -> bool:
-        """Return whether this rank stops waiting, because others are late or one has failed.
+        """Return whether to stop waiting, because other ranks are late or one has failed.
 
-        Also reports progress, because the others watch this rank while it waits.
+        Also reports progress, so that the others do not take the waiting rank for a stuck one.
         """
         self._session.moved(0, 0)
         return self.is_late or self._session.has_news
@@ -76,8 +76,8 @@ class Census:
         form one or more sets of at most `MOST_RANKS`.
 
         Returns:
-            The sets, each ascending, in the order of their first ranks; empty if they are not known
-            in time.
+            The sets, each ascending, in the order of their first ranks; empty if a rank has not
+            reported its host in time.
 
         Raises:
             CoordinationError: The job's store cannot be reached.
@@ -109,9 +109,9 @@ class Census:
         return found
 
     def part(self, ranks: Sequence[int], reason: str) -> None:
-        """Report to the ranks of one set that each reads alone, for the rest of this job.
+        """Tell the ranks of one set to read alone, for the rest of this job.
 
-        Without this report each restore would wait for this rank until it counts as stuck.
+        Without this report, they would wait in each restore until this rank counts as stuck.
         """
         place = self._group.place
         log.warning(
@@ -122,13 +122,13 @@ class Census:
             reason,
         )
         self._group.reads_apart = True
-        with suppress(CoordinationError):  # then they wait
+        with suppress(CoordinationError):  # without the report, the others only wait longer
             self._group.coordination.post(_apart_key(ranks), b"-")
 
     def are_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether a rank of the set has reported that each reads alone.
+        """Return whether a rank of the set has reported that its ranks must read alone (`part`).
 
-        Asks the store rarely, because ranks that meet need no store.
+        Asks the store at most every `hosts_look_s`, because ranks that meet do not need the answer.
         """
         if not self._group.reads_apart and self._next_look.is_over():
             self._next_look = Deadline(self._timing.hosts_look_s, self._timing.clock)
@@ -167,10 +167,11 @@ class Census:
 
 
 def host_identity(host: str, rank: int) -> str:
-    """Return an identifier of the place where this process can meet others; unique if none.
+    """Return an identifier that is equal for all processes that can meet on one host.
 
     Socket names are visible within one network namespace, so containers with their own networks
     count as separate hosts, whatever their host names. Processes of different users do not meet.
+    Where the kernel does not identify the namespace, the identifier is unique: the rank is alone.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -182,7 +183,7 @@ def host_identity(host: str, rank: int) -> str:
 
 
 def _packed(numbers: list[int]) -> bytes:
-    """Return the hosts of all ranks for a post; an empty list if they do not fit in one."""
+    """Encode the host numbers of all ranks as one post; an empty list if they do not fit."""
     data = pack_numbers(numbers).encode()
     return data if len(data) <= COORDINATION_VALUE_BYTES else pack_numbers([]).encode()
 

@@ -1,9 +1,9 @@
 """Decides which rank reads the bytes that several ranks or several hosts need. Sans-IO.
 
 The ranks of a host know each other's plans. A plan may have a million rows, so hosts exchange
-digests of their needs instead. Hosts that need the same bytes for the same members get equal
-digests, and each knows all rows of these needs. A chance collision of digests only costs time: a
-rank refuses a request for bytes that it does not read.
+digests of their needs instead. If two hosts need the same bytes for the same members, their digests
+are equal, and each host already knows the rows behind them. If digests are equal by chance, only
+time is lost: a rank refuses a request for bytes that it does not read.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ if TYPE_CHECKING:
     from penstock.core.plan.reads import FrameJob
 
 MOST_RANKS = 16
-"""The most ranks that read together. Each has a socket to each other rank: 240 file descriptors
-pass through one process, which may usually have 1,024 open."""
+"""The most ranks that read together. Each has a socket to each other rank, and one rank creates all
+240 ends. A process may usually have 1,024 files open."""
 
-# One rank reads neighboring small frames up to this size; of a small state each reads 16 such runs.
+# Neighboring small frames form runs of up to this size, and one rank reads each run. If the frames
+# are few, runs are shorter, so that each rank reads about 16 of them.
 _RUN_BYTES = 16 << 20
 _RUNS = 16
-_ENCODED = 0  # instead of the distance of checksum cuts, which encoded frames do not have
+_ENCODED = 0  # `block_bytes` of encoded frames, which have no checksum cuts
 _COLUMNS = 5
 
 MOST_HOSTS = 64
 """The most hosts that read together: a rank has two connections to a rank of each other host."""
 
-# Each component falls into one of these by its own digest, and a bucket in which hosts differ is
-# not shared. So components of one rank only, such as its random state, cost at most one bucket
-# each, wherever they are stored. Digests of neighbors would cost whole blobs.
+# Each component falls into a bucket by its own digest, and hosts share a bucket only if its digests
+# are equal. So a component that only one rank needs, such as its random state, spoils at most one
+# bucket, wherever it is stored. With one digest per blob, it would spoil the whole blob.
 _BUCKETS = 8192
 _BUCKET_SHIFT = np.uint64(64 - 13)
 _HALF = np.uint64(32)
 
 
 class PlannedRange(NamedTuple):
-    """One range that a rank needs; equal rows of two ranks mean the same bytes.
+    """One range of a chunk that a rank needs.
+
+    Two ranges are the same bytes if all fields are equal and `blob` means the same name.
 
     Attributes:
         blob: The index of the blob's name in the plan.
-        offset: The offset of the frame.
+        offset: The offset of the frame in the blob.
         block_bytes: The distance between checksum cuts; 0 for an encoded frame.
-        start: The first byte of the chunk.
-        stop: The end of the chunk.
+        start: The first byte, counted from the start of the chunk.
+        stop: The end of the range, counted likewise.
     """
 
     blob: int
@@ -75,7 +78,7 @@ class ReadPlan:
     rows: npt.NDArray[np.int64]
 
     def encode(self) -> bytes:
-        """Return the plan as bytes for other ranks."""
+        """Return the plan as bytes to send to other ranks."""
         names = json.dumps(self.blobs).encode()
         return len(names).to_bytes(8, "little") + names + self.rows.tobytes()
 
@@ -96,13 +99,14 @@ class ReadPlan:
 
 
 class Relayed(NamedTuple):
-    """The route of bytes that several hosts need, to this host or from this host to others.
+    """The route of bytes that several hosts need: to this host, or from this host to the others.
 
     Attributes:
-        member: The member that handles the bytes, the same on each of these hosts.
-        source: The rank of another host that reads the bytes and passes them on to `member`; None:
-            `member` reads them.
-        recipients: The ranks of other hosts to which `member` then passes them on.
+        member: The index of the member that handles the bytes, the same on each of these hosts.
+        source: The rank on another host that reads the bytes and passes them on to `member`; None:
+            `member` reads them from the store.
+        recipients: The ranks on other hosts to which `member` passes the bytes on after it has
+            read them; empty if `source` is set.
     """
 
     member: int
@@ -112,13 +116,13 @@ class Relayed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The work of one member.
+    """The reads of one member of a host.
 
     Attributes:
-        alone: Jobs whose bytes no other rank needs, in their order.
-        pieces: The pieces that this member shares with others, in the common order: pieces with
-            takers first, then by blob and place. Ranks of several hosts that pass bytes on to each
-            other use one order, so that no two of them wait for each other.
+        alone: The jobs whose bytes no other rank needs.
+        pieces: The pieces that this member shares with others. Pieces with takers come first;
+            the rest of the order is by blob and offset. Ranks that pass bytes on to each other
+            all use this order, so that no two of them wait for each other.
     """
 
     alone: tuple[FrameJob[CodecChain], ...]
@@ -129,7 +133,7 @@ class OwnPlan:
     """The plan of this rank, with the job of each row."""
 
     def __init__(self, jobs: Sequence[FrameJob[CodecChain]], *, most_bytes: int) -> None:
-        """Plan the reads of `jobs`; each rank reads chunks above `most_bytes` alone."""
+        """Plan the reads of `jobs`. Chunks larger than `most_bytes` are not shared."""
         names: dict[str, int] = {}
         rows: list[PlannedRange] = []
         self._jobs: list[tuple[FrameJob[CodecChain], ByteRange]] = []
@@ -140,7 +144,7 @@ class OwnPlan:
                 continue
             blob = names.setdefault(job.blob, len(names))
             spans, block_bytes = job.ranges, job.block_bytes
-            if job.chain is not None:  # others take its decoded bytes
+            if job.chain is not None:  # other ranks take the decoded bytes of the whole frame
                 spans, block_bytes = (ByteRange(0, job.frame.raw_length),), _ENCODED
             for span in spans:
                 self._jobs.append((job, span))
@@ -149,14 +153,14 @@ class OwnPlan:
                 )
         table = np.array(rows, np.int64).reshape(-1, _COLUMNS)
         self.plan = ReadPlan(tuple(names), table)
-        """The plan for the others."""
+        """The plan to send to the other ranks."""
 
     def divide(self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed]) -> Division:
-        """Return the work of member `me`, given the needs of all members.
+        """Return the reads of member `me`, given the needs of all members.
 
-        All members compute the same result without communication. Overlapping ranges of one frame
-        become one read, by the member that `relayed` names, or else by the member with the fewest
-        bytes so far.
+        Each member computes its own reads without communication, and they fit together.
+        Overlapping ranges of one frame become one read. The member that `relayed` names reads
+        them; if it names none, the member with the fewest bytes so far.
 
         Args:
             needs: The needs of all members, including this one.
@@ -184,10 +188,10 @@ class OwnPlan:
 
 
 class HostNeeds:
-    """The needs of a host's members, as components: overlapping ranges of a frame, joined."""
+    """The needs of a host's members as components: each joins overlapping ranges of one frame."""
 
     def __init__(self, plans: Sequence[ReadPlan]) -> None:
-        """Join the plans of all members, in their order."""
+        """Join the plans of all members, given in the order of members."""
         self.member_count = len(plans)
         names: dict[str, int] = {}
         tables = []
@@ -220,7 +224,7 @@ class HostNeeds:
         self.components = rows[firsts]
         """A row of `PlannedRange` for each component."""
         self.masks = np.zeros(0, np.int64)
-        """The members that need each component, as bits."""
+        """For each component, a bit mask of the members that need it."""
         if len(rows):
             self.components[:, 4] = np.maximum.reduceat(rows[:, 4], firsts)
             self.masks = np.bitwise_or.reduceat(np.left_shift(1, member), firsts)
@@ -241,12 +245,18 @@ class HostNeeds:
         return ByteRange(*map(int, self.components[component, 3:]))
 
     def evenly(self, components: Sequence[int], load: npt.NDArray[np.int64]) -> list[int]:
-        """Return the reader of each component; balances bytes, and neighbors share a reader.
+        """Choose a reader for each component, so that all readers get about equally many bytes.
+
+        Components that are neighbors in a blob share a reader, up to 16 MiB.
 
         Args:
             components: The components, in stored order.
-            load: The other bytes that each member of each host reads. All of these hosts need the
-                components. Members are numbered across hosts.
+            load: The bytes that each member (column) of each host (row) reads already. All of these
+                hosts need the components. The bytes of the components are added.
+
+        Returns:
+            The number of each component's reader: the row of its host times the member count, plus
+            its member.
         """
         length = (self.components[:, 4] - self.components[:, 3])[components]
         run_bytes = min(_RUN_BYTES, int(length.sum()) // (_RUNS * load.size))
@@ -281,7 +291,7 @@ def _part(job: FrameJob[CodecChain], spans: Sequence[ByteRange]) -> FrameJob[Cod
 
 
 def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[CodecChain]:
-    """Return one job that does the work of `jobs`, all of one frame, on the bytes of `span`."""
+    """Merge `jobs`, which all read one frame, into one job that reads the bytes of `span`."""
     first = jobs[0]
     return replace(
         first,
@@ -292,7 +302,7 @@ def _joined(jobs: Sequence[FrameJob[CodecChain]], span: ByteRange) -> FrameJob[C
 
 
 def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit digest per component of its bytes, its members and the member count."""
+    """Return a 64-bit digest of each component: of its place, its members and the member count."""
     digests = (blake2b(name.encode(), digest_size=8).digest() for name in needs.blobs)
     names = np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64)
     columns = needs.components.astype(np.uint64)
@@ -304,14 +314,14 @@ def component_numbers(needs: HostNeeds) -> npt.NDArray[np.uint64]:
 
 
 def bucket_digests(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Return one digest per bucket; 0 for an empty bucket."""
+    """Return one digest for each bucket of component numbers; 0 for an empty bucket."""
     sums = np.zeros(_BUCKETS, np.uint64)
     np.add.at(sums, _buckets(numbers), _mixed(numbers))
     return (sums >> _HALF).astype(np.uint32)
 
 
 def encode_digests(digests: npt.NDArray[np.uint32]) -> bytes:
-    """Return the digests as bytes for a post, at most about 32 KiB."""
+    """Return the digests as bytes of a post, at most about 32 KiB."""
     return compress(digests.astype("<u4").tobytes())
 
 
@@ -329,11 +339,14 @@ def decode_digests(data: bytes) -> npt.NDArray[np.uint32]:
 def hosts_together(
     sets: Sequence[tuple[int, ...]], rank: int
 ) -> tuple[Sequence[tuple[int, ...]], int]:
-    """Return the group of at most `MOST_HOSTS` hosts around `rank`, and its host's place in it.
+    """Return the group of at most `MOST_HOSTS` hosts that includes the host of `rank`.
 
     Args:
         sets: The ranks of each host, the same on every rank.
         rank: A rank in one of the sets.
+
+    Returns:
+        The ranks of each host of the group, and the index of the host of `rank` in it.
     """
     here = next(number for number, ranks in enumerate(sets) if rank in ranks)
     first = here // MOST_HOSTS * MOST_HOSTS
@@ -348,15 +361,15 @@ def relayed(
 ) -> dict[int, Relayed]:
     """Return the route of each component that several hosts need.
 
-    All hosts that need a component compute the same result without communication. The host with the
-    fewest bytes so far reads the component, by one of the members that need it. The same member of
-    each other host receives it.
+    All hosts that need a component choose the same route without communication. The host with the
+    fewest bytes so far reads the component; one of the members that need it does so. The member
+    with the same index on each other host receives it.
 
     Args:
         needs: The needs of this host.
-        digests: The digests of all participating hosts, by place in `hosts`.
+        digests: The digests of all participating hosts, by index in `hosts`.
         hosts: The ranks of each host.
-        here: The place of this host.
+        here: The index of this host in `hosts`.
 
     Returns:
         The route of each component that other hosts also need.
@@ -386,9 +399,9 @@ def _sets(
     hosts: Sequence[tuple[int, ...]],
     here: int,
 ) -> dict[tuple[int, ...], list[int]]:
-    """Return this host's components by the set of hosts that need them, in one order."""
+    """Group this host's components by the hosts that need them, in the same order on all hosts."""
     own = bucket_digests(numbers)
-    # With another member count, digests are equal only by chance.
+    # Digests include the member count, so those of other counts could be equal only by chance.
     alike = [h for h in sorted(digests) if len(hosts[h]) == needs.member_count and h != here]
     equal = {host: digests[host] == own for host in alike}
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)

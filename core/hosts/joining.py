@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SERVERS_KEY = "roots/servers"
-# A share of the time after which a rank counts as stuck: a rank that waits for a silent host must
+# The share of the time limit for stuck ranks that a rank waits for a silent host, so that it does
 # not itself count as stuck.
 _PATIENCE = 1 / 4
 
 
 class _Posted(NamedTuple):
-    """The root of one rank, as it reports it: equal identities are one root."""
+    """A rank's report of its root. Ranks with equal identities have the same root."""
 
     identity: str
     host: str
@@ -75,11 +75,13 @@ class RootsOfJob:
         self._joined = False
 
     def join(self) -> None:
-        """Join the roots, the first time; all ranks of the job must call this.
+        """Join the roots; later calls do nothing. All ranks of the job must call this.
+
+        Joins nothing if the ranks cannot find each other yet; the next call tries again.
 
         Raises:
-            RankError: Another rank did not come, or failed.
-            PenstockError: This rank failed.
+            RankError: Another rank has not called this in time, or has failed.
+            PenstockError: This rank cannot serve its root.
         """
         if self._joined or not self._places:
             return
@@ -94,16 +96,17 @@ class RootsOfJob:
         self._joined = True
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop serving this host's roots, once all other ranks close too, or after the timeout.
+        """Stop serving this host's roots, once all other ranks close too or the timeout is over.
 
         Args:
-            error: Why this rank closes; then it does not wait for the others.
+            error: The failure that makes this rank close. With a failure, it does not wait for the
+                other ranks.
         """
         group = self._group
         if group is None:
             return
-        group.report_close(error)  # first: a rank that waits for this one in a save must not
-        with suppress(CoordinationError):  # the store, and thus rank 0, is gone
+        group.report_close(error)  # before the wait: else a rank in a save would wait for this one
+        with suppress(CoordinationError):  # the job's store is gone, and rank 0 with it
             group.coordination.post(_end_key(group.place.rank), b"-")
             others = set(range(group.place.world_size)).difference(group.lost)
             deadline = Deadline(0 if error or not self._servers else group.timeout_s)
@@ -135,7 +138,7 @@ class RootsOfJob:
         patience_s = group.timeout_s * _PATIENCE
         for number, place in self._places.items():
             mine = posted[number]
-            leaders = serving.get(number, [])  # empty: rank 0 does not have this place
+            leaders = serving.get(number, [])  # empty if rank 0 has no root in this place
             if rank in leaders:
                 servers[number].start(patience_s)
                 self._servers[number] = servers[number]
@@ -162,7 +165,7 @@ class RootsOfJob:
     def _serve(
         self, number: int, group: RankGroup, secret: bytes, servers: dict[int, RootServer]
     ) -> _Posted:
-        """Listen for other hosts, and return what this rank reports of its root."""
+        """Listen for other hosts, and return this rank's report of its root."""
         place, own = group.place, self._places[number].own
         server_number = _server_number(number, place.rank)
 
@@ -173,17 +176,17 @@ class RootsOfJob:
             address = own_address(group.coordination.host, self._network)
             server = RootServer(own, address, credentials=credentials, timing=group.timing)
         except (OSError, ValueError) as error:
-            msg = f"other hosts cannot reach {own.url}: {said(error)}"
+            msg = f"cannot serve {own.url} to other hosts: {said(error)}"
             raise StorageError(msg) from error
         servers[number] = server
         identity = _identity(host_identity(place.host, place.rank), own.url)
         return _Posted(identity, place.host, _epoch(own), *server.address)
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
-        """Return the ranks that serve each place: the first rank of each root.
+        """Return, for each place, the ranks that serve its roots: the first rank of each root.
 
         Raises:
-            RankError: A rank did not come, or failed.
+            RankError: A rank has not reported in time, or has failed.
         """
         if group.place.rank:
             data = json.loads(group.wait_for_rank_0(_SERVERS_KEY, "which ranks serve their roots"))
@@ -210,7 +213,7 @@ class RootsOfJob:
         """Wait for the reports of these ranks.
 
         Raises:
-            RankError: A rank did not come in time, or failed.
+            RankError: A rank has not reported in time, or has failed.
         """
         deadline = Deadline(group.timeout_s, group.timing.clock)
         found: dict[int, Mapping[int, _Posted]] = {}
@@ -222,7 +225,9 @@ class RootsOfJob:
                     found[rank] = _decoded(rank, value)
             if missing[0] not in found and deadline.is_over():
                 cause = f"has not reported its root for {group.timeout_s:g} s"
-                msg = f"rank {missing[0]} {cause}: with a backend `hosts` all ranks must call"
+                msg = (
+                    f"rank {missing[0]} {cause}: with `hosts`, all ranks must use the checkpointer"
+                )
                 raise RankError(msg, missing[0], cause=cause)
             time.sleep(0 if len(found) == len(ranks) else pause_s)
             pause_s = min(2 * pause_s, group.timing.hosts_poll_most_s)
@@ -243,13 +248,16 @@ def _epoch(root: Backend) -> int:
     try:
         record = read_host(root)
     except FormatError as error:
-        log.warning("the records of %s do not count: %s", root.url, str(error))
+        log.warning("the commit records of %s do not count: %s", root.url, str(error))
         return 0
     return 0 if record is None else record.epoch
 
 
 def _identity(host: str, url: str) -> str:
-    """Return an identifier of a root; containers may see different files under one path."""
+    """Return an identifier of a root, which includes the mount namespace.
+
+    Containers on one host may see different files under one path.
+    """
     try:
         files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
     except OSError:

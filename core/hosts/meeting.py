@@ -1,4 +1,4 @@
-"""A meeting of a host's ranks, which exchange plans, windows and sockets.
+"""Brings the ranks of a host together: they exchange plans, windows and sockets.
 
 The first rank listens on a socket of the abstract namespace, which leaves no file. It sends each
 rank the plans and windows of all ranks, and a socket to each other rank. Either all ranks get the
@@ -36,13 +36,14 @@ _CLOSED_ON_EXEC = socket.MSG_CMSG_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The plans, windows and sockets that a rank receives from the others.
+    """The plans, windows and sockets that a rank has after a meeting.
 
     Attributes:
         plans: The plans of all ranks, including this one, in the order of ranks.
-        window: This rank's memory that the others see, not allocated yet.
-        window_fd: The file of that memory.
-        others: For each other rank, its place in that order, a socket to it, and its window.
+        window: This rank's own window: memory that the other ranks can read. `allocate` gives it
+            pages.
+        window_fd: The descriptor of the window's file.
+        others: For each other rank, its index in `plans`, a socket to it, and its window.
     """
 
     plans: tuple[ReadPlan, ...]
@@ -51,10 +52,10 @@ class Met:
     others: tuple[tuple[int, socket.socket, mmap.mmap], ...]
 
     def allocate(self, size_bytes: int) -> None:
-        """Allocate the first bytes of the window.
+        """Allocate memory for the first `size_bytes` of the window.
 
-        Called before these bytes are touched: without enough memory, touching them kills the
-        process.
+        Must be called before these bytes are touched: if memory runs out, touching them kills the
+        process, but allocating them raises an error.
 
         Raises:
             OSError: There is not enough memory.
@@ -71,7 +72,7 @@ class Met:
 
 
 class Meeting:
-    """One meeting of the ranks of a host."""
+    """A meeting of the ranks of a host."""
 
     def __init__(
         self, secret: str, ranks: Sequence[int], rank: int, *, window_bytes: int, timing: Timing
@@ -99,10 +100,10 @@ class Meeting:
 
         Args:
             plan: The reads that this rank needs.
-            gives_up: Returns whether this rank stops waiting for the others; called repeatedly.
+            gives_up: Returns whether to stop waiting for the other ranks; called repeatedly.
 
         Returns:
-            The plans of the others, and the connections to them; None if not all ranks came.
+            The plans of all ranks, and the connections to the others; None if not all ranks came.
 
         Raises:
             OSError: This process cannot get a socket or shared memory.
@@ -143,7 +144,7 @@ class Meeting:
                     line.close()
                 else:
                     lines[member] = line
-            # Checked after each connection: a stranger that keeps connecting must not block us.
+            # Checked in each iteration: a stranger that keeps connecting must not block this rank.
             if len(held) < len(self._ranks) and gives_up():
                 return None
         ends = self._socket_pairs(fds)
@@ -152,7 +153,7 @@ class Meeting:
             others = [o for o in range(len(self._ranks)) if o != member]
             sent = [held[o][0] for o in others] + [windows[o] for o in others]
             sent += [ends[member, o].fileno() for o in others]
-            with suppress(OSError):  # it is gone: the others find its socket closed
+            with suppress(OSError):  # the rank is gone: the others find its socket closed
                 socket.send_fds(lines[member], [_ALL], sent)
         others = [*members]
         keep = [os.dup(ends[0, o].fileno()) for o in others]
@@ -163,7 +164,7 @@ class Meeting:
     def _welcome(
         self, line: socket.socket, held: dict[int, list[int]], fds: ExitStack
     ) -> int | None:
-        """Receive the plan and window of a rank, and return its place; None for a stranger."""
+        """Receive a rank's plan and window, and return the rank's index; None for a stranger."""
         with suppress(OSError):
             data, got, _, _ = socket.recv_fds(line, _HELLO.size, 2, _CLOSED_ON_EXEC)
             for fd in got:
@@ -191,7 +192,7 @@ class Meeting:
         while True:
             try:
                 line.connect(self._address)
-            except (ConnectionRefusedError, BlockingIOError):  # it does not listen, or not accept
+            except (ConnectionRefusedError, BlockingIOError):  # not listening, or its queue is full
                 if gives_up():
                     return None
                 time.sleep(self._timing.hosts_poll_first_s)
@@ -221,7 +222,7 @@ class Meeting:
                 others, got[count : 2 * count], got[2 * count :], strict=True
             ):
                 if os.fstat(window).st_size != self._window_bytes:
-                    msg = "the window of another rank has another size"
+                    msg = "another rank's window has the wrong size"
                     raise ValueError(msg)
                 memory = mmap.mmap(window, self._window_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
                 opened.callback(memory.close)
@@ -235,7 +236,7 @@ class Meeting:
         return Met(read, own, window_fd, tuple(ways))
 
     def _ready(self, lines: Sequence[socket.socket]) -> list[socket.socket]:
-        """Wait briefly for data; return those of `lines` that have data."""
+        """Wait briefly for data or connections; return those of `lines` that have any."""
         poller = select.poll()
         by_fd = {line.fileno(): line for line in lines}
         for fd in by_fd:
@@ -244,7 +245,7 @@ class Meeting:
 
 
 def _new_socket() -> socket.socket:
-    """Return a non-blocking socket, because the peer may be stopped or a stranger."""
+    """Return a non-blocking socket: the peer may be stopped, or a stranger that never answers."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.settimeout(0)
     return line
@@ -263,9 +264,9 @@ def _user_of(line: socket.socket) -> int:
 
 
 def _room(size: int, fds: ExitStack) -> int:
-    """Return memory of a fixed size that other processes can map, without allocating it.
+    """Return a file in memory that other processes can map. Its pages are not allocated yet.
 
-    The size is fixed because an access beyond the end of a file kills the process.
+    Its size is sealed: if it shrank, an access beyond its end would kill the process.
     """
     fd = os.memfd_create("penstock-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fds.callback(_close, fd)
@@ -297,7 +298,7 @@ def _plan_in(fd: int) -> ReadPlan:
 
 
 def _unmap(memory: mmap.mmap) -> None:
-    with suppress(BufferError):  # a view exists somewhere: the mapping is freed with it
+    with suppress(BufferError):  # a view still exists: the mapping is freed with the view
         memory.close()
 
 

@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# All windows of a host together; each has room for two chunks of 16 MiB, and a page for each.
+# The size of all windows of a host together. Each window has room for at least two 16 MiB chunks.
 _WINDOWS_BYTES = 128 << 20
 _LEAST_WINDOW_BYTES = 32 << 20
 _PHASES_BYTES = 16 * PAGE_BYTES
 _PIECES_PER_WINDOW = 2
-# A share of the time after which a rank counts as stuck: a rank that waits for another in vain, and
-# then reads alone, must not itself count as dead.
+# The share of the time limit for stuck ranks that a rank waits for another rank before it reads
+# alone, so that it does not itself count as stuck.
 _PATIENCE = 1 / 2
-# Less between hosts: the ranks of this host meanwhile wait for the bytes to be passed on.
+# Less between hosts: while a rank waits for another host, the ranks of its own host wait for it.
 _PATIENCE_BETWEEN_HOSTS = 1 / 4
-_NOT_HERE = b"-"  # instead of an address or digests: this rank takes no part
+_NOT_HERE = b"-"  # posted instead of an address or digests by a rank that takes no part
 
 
 class Sharing(NamedTuple):
-    """The reads that ranks do once and share; the same on all ranks of a restore.
+    """Which reads are done once and shared; the same on all ranks of a restore.
 
     Attributes:
-        per_host: Whether one rank reads the bytes that several ranks of a host need.
-        per_job: Whether one host reads the bytes that several hosts need.
+        per_host: Whether only one rank reads the bytes that several ranks of a host need.
+        per_job: Whether only one host reads the bytes that several hosts need.
     """
 
     per_host: bool = True
@@ -77,8 +77,8 @@ class Sharing(NamedTuple):
 class JobReading:
     """This rank's part in one restore by the ranks of a job.
 
-    Each rank calls `share` once. If a rank does not report, it and the ranks that would share with
-    it read alone. So no rank ever depends on a failed rank.
+    Each rank calls `share` once. If a rank does not report in time, it and the ranks that would
+    share with it read alone, so no rank depends on a failed one.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class JobReading:
         """Prepare; send nothing.
 
         Args:
-            session: The round of the restore. News in it before this rank has restored means that
-                another rank has failed.
-            sharing: The reads to do once.
+            session: The round of the restore. If it has news before this rank has restored, another
+                rank has failed.
+            sharing: Which reads are done once.
             network: The network between hosts, such as `10.1.0.0/16`; None: the network that leads
                 to the job's store.
         """
@@ -99,7 +99,7 @@ class JobReading:
         self._network = network
 
     def announce(self) -> None:
-        """Report this rank's host to rank 0 before planning; on failure, `share` reports it."""
+        """Report this rank's host to rank 0 before planning; if that fails, `share` tries again."""
         if self._sharing.per_host:
             with suppress(CoordinationError):
                 Census.announce(self._group)
@@ -149,7 +149,7 @@ class JobReading:
         return found
 
     def _sets(self, census: Census) -> Sequence[tuple[int, ...]]:
-        """Return the sets of ranks that read through shared memory; empty if unknown."""
+        """Return the sets of ranks that share reads within a host; empty if they are unknown."""
         if not self._sharing.per_host:
             return [(rank,) for rank in range(self._group.place.world_size)]
         try:
@@ -174,7 +174,7 @@ class JobReading:
             census.part(here, said(error))
             return None
         if met is None and census.is_late:
-            census.part(here, "some of them did not come")
+            census.part(here, "some of them did not join in time")
         return met
 
     # -- other hosts -------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class JobReading:
         sets: Sequence[tuple[int, ...]],
         opened: ExitStack,
     ) -> Ways | None:
-        """Agree with other hosts on which host reads what; None if this host reads alone."""
+        """Agree with other hosts on which host reads which bytes; None if this host reads alone."""
         hosts, place_here = hosts_together(sets, self._group.place.rank)
         if len(hosts) == 1:
             return None
@@ -212,7 +212,7 @@ class JobReading:
     ) -> Ways | None:
         rank, post = self._group.place.rank, self._group.coordination.post
         me = hosts[here].index(rank)
-        # Others wait for this post, whatever it contains.
+        # Posted even if this rank takes no part, because the other hosts wait for the post.
         post(self._line_key(rank), _NOT_HERE if relay is None else json.dumps(relay.at).encode())
         if not me:
             digests = None if needs is None else bucket_digests(component_numbers(needs))
@@ -224,11 +224,11 @@ class JobReading:
         lines = found and census.read_all(peers)
         if found is None or lines is None:
             if not self._session.has_news:
-                log.warning("read_once_per_job: not all hosts have come, so each reads alone")
+                log.warning("read_once_per_job: not all hosts reported, so each host reads alone")
             return None
         digests_of = {h: decode_digests(data) for h, data in found.items() if data != _NOT_HERE}
         addresses = {r: _address_in(data) for r, data in lines.items() if data != _NOT_HERE}
-        if relay is None:  # but it divides like the other ranks of this host, which rely on that
+        if relay is None:  # exchanges nothing, but must divide like the other ranks of this host
             addresses = {}
         return Ways(relayed(needs, digests_of, hosts, here), addresses, relay)
 
@@ -256,12 +256,12 @@ class JobReading:
 
 
 class Ways(NamedTuple):
-    """The connections between this host and others.
+    """The routes between this host and the other hosts.
 
     Attributes:
-        relayed: The routes of bytes that other hosts also need, by component.
+        relayed: The routes of bytes that other hosts also need, by component number.
         addresses: The addresses of the ranks that exchange bytes with this rank.
-        relay: Transfers the bytes; None: this rank cannot listen and takes no part.
+        relay: Transfers the bytes; None: this rank cannot listen and exchanges no bytes.
     """
 
     relayed: Mapping[int, Relayed]
@@ -285,7 +285,8 @@ class SharedReading:
         Raises:
             OSError: This process is out of file descriptors.
         """
-        # Not a method: the relay would hold this object, and so keep the window alive.
+        # A lambda, not a method: the relay keeps it, and a method would keep this object and its
+        # window alive.
         self._ended: Callable[[], bool] = lambda: session.has_news
         self._limit_s = limit_s = session.group.timeout_s
         self._progress: Callable[[int], None] | None = None
@@ -293,7 +294,7 @@ class SharedReading:
         taken = [piece for piece in division.pieces if piece.reader != me]
         self._read = [piece for piece in division.pieces if piece.reader == me]
         self._own = own = [piece for piece in self._read if piece.takers]
-        # First, because other hosts wait for these pieces.
+        # Pieces for other hosts come first, because those hosts wait for them.
         self._alone = [*(piece.job for piece in self._read if not piece.takers), *division.alone]
         self._met = met
         self._ways = ways
@@ -346,8 +347,8 @@ class SharedReading:
     def _relayed(self, ways: Ways, together_bytes: int) -> Iterator[RelayedBytes]:
         """Yield the stored bytes that this rank receives from other hosts, or passes on to them.
 
-        Ranks without an address take no part: this rank reads their share. Each host reads chains
-        of more than `together_bytes` itself.
+        Ranks without an address take no part: this rank reads from the store what such a rank would
+        pass on. Each host reads a chain of deltas itself if its frames exceed `together_bytes`.
         """
         for piece in self._read:
             way, links = ways.relayed.get(piece.number), piece.job.links
@@ -369,7 +370,7 @@ class SharedReading:
     def _begins(
         self, relay: Relay, relayed_bytes: Sequence[RelayedBytes], ways: Ways, loader: Loader
     ) -> bool:
-        # Below the store's limit too: a rank that waits for another does not hang itself.
+        # Below the store's own limit too: else a wait for another rank would count as a hung read.
         limit_s = min(self._limit_s, loader.io_timeout_s or self._limit_s)
         try:
             relay.start(
@@ -384,8 +385,9 @@ class SharedReading:
         return True
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
-        """Read everything with `loader`; read with `alone` the pieces that others did not lend."""
-        # Not kept: the exchange refers to this object, and a cycle would keep the window alive.
+        """Read everything with `loader`. Read with `alone` the pieces that others did not lend."""
+        # Moved out of `self`: the exchange refers to this object, and a cycle would keep the window
+        # alive.
         stats, exchange, self._exchange = LoadStats(), self._exchange, None
         if exchange is None or self._met is None:
             if self._met is not None:
@@ -412,7 +414,7 @@ class SharedReading:
             self._met.part()
             self.bytes_taken = exchange.bytes_taken
         if left:
-            log.debug("%d pieces that others did not read are read here", len(left))
+            log.debug("this rank reads %d pieces that other ranks did not pass on", len(left))
             stats.add(alone.run(left, progress=self._count))
         return stats
 
@@ -424,7 +426,7 @@ class SharedReading:
         relay: Relay | None,
         progress: Callable[[int], None],
     ) -> Sequence[FrameJob[CodecChain]]:
-        """Read the pieces that others also need; return those not lent, which are unread."""
+        """Read and lend the pieces that others also need; return the jobs that are still unread."""
         if not self._own:
             return ()
         assert self._met is not None
@@ -435,7 +437,7 @@ class SharedReading:
             stats.add(loader.run(jobs, progress=progress, exchange=exchange))
         except (OSError, TakersStuckError) as error:
             log.warning("this rank reads alone: %s", said(error))
-            if relay is not None:  # the rest is read in another order than on other hosts
+            if relay is not None:  # from here on, this rank does not read in the common order
                 relay.give_up()
             return exchange.lend_no_more()
         return ()

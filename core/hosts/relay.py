@@ -1,12 +1,12 @@
 """Passes stored bytes on to ranks of other hosts, and receives theirs, in one restore.
 
 Each rank serves the bytes that it reads for others (`blob_http`) while the batch that read them is
-in flight. The batch ends after all recipients have received the bytes, so only the batches need
-memory. Two rules make it safe:
+in flight. The batch ends after all recipients have received the bytes, so no bytes are kept beyond
+their batch. Two rules make this safe:
 
 * A rank does not trust bytes from another rank. It compares them with the checkpoint's checksums.
-* A rank that dies closes its connections. A rank that is silent for too long is given up: its
-  connection is closed, so that no bytes can arrive later. The ranks that wait for it read alone.
+* No rank waits forever. A rank that dies loses its connections; if a rank is silent for too long,
+  the others close its connection, so that no bytes can arrive later. Then they read alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MOST_ASLEEP = 1 / 4  # of the patience: how long this process may stop between two checks
+_MOST_ASLEEP = 1 / 4  # share of the patience: the longest stop of this process between two checks
 
 
 class RelayedBytes(NamedTuple):
@@ -44,8 +44,9 @@ class RelayedBytes(NamedTuple):
 
     Attributes:
         place: The stored range.
-        source: The rank that passes the bytes on to this rank; None: this rank reads them.
-        recipients: The ranks to which this rank then passes the bytes on.
+        source: The rank that passes the bytes on to this rank; None: this rank reads them from the
+            store.
+        recipients: The ranks to which this rank passes the bytes on after it has read them.
     """
 
     place: BlobRange
@@ -55,7 +56,7 @@ class RelayedBytes(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """A rank that reads for this rank; its pool has one thread, so requests keep their order."""
+    """A rank that reads for this rank. The pool has one thread, so requests keep their order."""
 
     client: BlobClient
     quiet: Watchdog
@@ -66,7 +67,7 @@ class _Source:
 
 @dataclass(eq=False, slots=True)
 class _Recipient:
-    """A rank that this rank reads for, and the number of offers that wait for it."""
+    """A rank that this rank reads for, and the number of offers that it has not taken yet."""
 
     quiet: Watchdog
     waited: int = 0
@@ -74,7 +75,7 @@ class _Recipient:
 
 @dataclass(eq=False, slots=True)
 class Offer:
-    """Bytes for other ranks.
+    """Bytes that this rank has read for other ranks.
 
     Attributes:
         place: The stored range.
@@ -92,7 +93,7 @@ class Offer:
 class Relay:
     """One rank's part in the relay. Thread-safe.
 
-    The rank listens from construction on. `start` gets the bytes that it will offer and receive.
+    The rank listens from construction on. `start` sets which bytes it will offer and receive.
     """
 
     def __init__(self, secret: bytes, rank: int, address: str, timing: Timing) -> None:
@@ -119,9 +120,9 @@ class Relay:
         self._patience_s = 0.0
         self._ended: Callable[[], bool] = lambda: False
         self.failure: BaseException | None = None
-        """Why this rank has given up, if it failed."""
+        """The error with which this rank's store failed; None if it has not failed."""
         self.is_over = False
-        """Whether this rank or all ranks have given up: missing bytes are not needed."""
+        """Whether this rank has given up the relay, or all ranks have given up the restore."""
         self._server = BlobServer(
             address, credentials=self._credentials, lend=self._lend, left=self._drop, timing=timing
         )
@@ -142,13 +143,13 @@ class Relay:
     ) -> None:
         """Connect to all ranks that read for this rank, and serve the bytes that it will offer.
 
-        Connects to all at the same time, so that unreachable ranks cost only one wait.
+        Connects to all ranks at the same time, so that unreachable ranks cost only one wait.
 
         Args:
-            relayed: The bytes that this rank receives, and all that it will offer or refuse.
+            relayed: The bytes that this rank receives, and all bytes that it will offer or refuse.
             addresses: The addresses on which other ranks listen.
-            patience_s: The longest wait for a rank without activity.
-            ended: Returns whether the ranks have given up the restore, which ends all waits.
+            patience_s: The longest wait for a rank that shows no activity.
+            ended: Returns whether the ranks have given up the restore. If so, all waits end.
 
         Raises:
             OSError: This process cannot get a socket.
@@ -169,11 +170,11 @@ class Relay:
         self._server.start(patience_s)
 
     def fetch(self, rank: int, request: ReadRequest) -> Future[None]:
-        """Read bytes that another rank offers; calls for one rank complete in order.
+        """Read bytes that another rank offers. The reads from one rank complete in order.
 
         Returns:
-            A future that fails with `BlobNotFoundError` if that rank refuses, and with a
-            StorageError if that rank is lost.
+            A future. It fails with `BlobNotFoundError` if that rank refuses, and with a
+            StorageError if the connection to it is lost.
         """
         source = self._sources[rank]
         if self.is_over:
@@ -208,7 +209,7 @@ class Relay:
             self._changed.notify_all()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait for other ranks; give up those without activity for too long."""
+        """Wait until `is_done`; meanwhile give up ranks that show no activity for too long."""
         pause_s = min(self._timing.poll_s, self._patience_s * _MOST_ASLEEP)
         clock = self._timing.clock
         while True:
@@ -220,7 +221,7 @@ class Relay:
             self._look(clock.monotonic_s() - began_s)
 
     def warn(self, message: str) -> None:
-        """Warn once, because one cause may have many effects."""
+        """Log only the first message as a warning, later ones at DEBUG: one cause, many effects."""
         level = logging.DEBUG if self._warned or self.is_over else logging.WARNING
         log.log(level, "read_once_per_job: %s", message)
         self._warned = True
@@ -229,7 +230,7 @@ class Relay:
         """Make the ranks that wait for this rank continue alone. Returns at once.
 
         Args:
-            failure: The reason; None: this rank continues without the relay.
+            failure: The error of this rank's store; None if this rank continues without the relay.
         """
         self.failure = self.failure or failure
         self.is_over = True
@@ -242,7 +243,7 @@ class Relay:
     def close(self) -> None:
         """Stop receiving and passing on bytes; return once no thread writes to a target any more.
 
-        After `Timing.interrupt_s`, abandons threads that hang.
+        Threads that hang are abandoned after `Timing.interrupt_s`.
         """
         self.give_up()
         if self._closed:
@@ -298,7 +299,7 @@ class Relay:
             self._recipients[rank].quiet.moved()
 
     def _drop(self, rank: int, why: str = "it has closed its connection") -> None:
-        """Stop offering to a rank; bytes in flight to it are free once their sending fails."""
+        """Stop offering bytes to a rank. An offer being sent is released when its sending fails."""
         with self._changed:
             recipient = self._recipients.pop(rank, None)
             for offer in [offer for offers in self._offers.values() for offer in offers]:
@@ -307,7 +308,7 @@ class Relay:
             self._changed.notify_all()
         self._server.disconnect(rank)
         if recipient is not None and recipient.waited:
-            self.warn(f"rank {rank} reads bytes itself that this rank should pass on: {why}")
+            self.warn(f"could not pass bytes on to rank {rank}, which reads them itself: {why}")
 
     # -- both --------------------------------------------------------------------------------------
 
@@ -321,10 +322,10 @@ class Relay:
         """Give up ranks that were silent too long; `taken_s` is the time since the last check."""
         if self._ended():
             self.give_up()
-        late = f"it did nothing for {self._patience_s:g} s: does a firewall stop it?"
+        late = f"it was silent for {self._patience_s:g} s: check for a firewall between the hosts"
         with self._changed:
             if taken_s > self._timing.poll_s + self._patience_s * _MOST_ASLEEP:
-                # This process was stopped, and has not heard the others: it gives up no rank.
+                # This process was stopped and could not hear the others, so it gives up no rank.
                 quiets = [source.quiet for source in self._sources.values()]
                 quiets += [recipient.quiet for recipient in self._recipients.values()]
                 for quiet in quiets:
@@ -343,9 +344,9 @@ class Relay:
 class RelayedStore(DelegatingBackend):
     """Reads like `inner`, but exchanges bytes with other ranks instead of reading them twice.
 
-    Only `submit_read` exchanges bytes. `read` reads from the store: a reader calls it when received
-    bytes are wrong. Bytes that another rank does not pass on also come from the store. The first of
-    `tiers` is the store again, for a reader that finds received bytes damaged.
+    Only `submit_read` exchanges bytes; `read` always reads from the store. If another rank does not
+    pass its bytes on, they come from the store too. The first of `tiers` is the store again, for a
+    reader that finds received bytes damaged.
     """
 
     name: ClassVar[str] = "relayed"
@@ -356,8 +357,8 @@ class RelayedStore(DelegatingBackend):
         Args:
             inner: The store to read from.
             relay: The connections to the other ranks.
-            relayed: The bytes that cross the network, in reading order. Bytes that several frames
-                need for decoding are listed once per frame.
+            relayed: The bytes that cross the network, in reading order. If several frames need the
+                same bytes for decoding, the bytes are listed once per frame.
         """
         super().__init__(inner)
         self._relay = relay
@@ -365,13 +366,13 @@ class RelayedStore(DelegatingBackend):
         for one in relayed:
             self._relayed[one.place].append(one)
         self._lock = threading.Lock()  # guards `_received` and `bytes_received`
-        # One entry for each read: several chunks may be decoded with the same bytes.
+        # The source of each read, with repetitions: several chunks may need the same bytes.
         self._received: dict[BlobRange, list[int]] = defaultdict(list)
         self.bytes_received = 0
-        """The bytes that came from other ranks, not from the store."""
+        """The number of bytes that came from other ranks instead of the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read as the contract requires; done once the recipients of the bytes have them too."""
+        """Read as the contract requires. Done once all recipients of the bytes have them too."""
         fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
         offered: list[tuple[ReadRequest, RelayedBytes]] = []
@@ -393,11 +394,11 @@ class RelayedStore(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The store again, for damaged bytes from other ranks; then the store's own tiers."""
+        """The store itself, to replace damaged bytes of other ranks; then the store's own tiers."""
         return Tier("", _StoreAgain(self)), *super().tiers
 
     def forget(self, request: ReadRequest) -> int | None:
-        """Count bytes as read from the store; return the rank that had sent them, if any."""
+        """Count received bytes as read from the store; return the rank that sent them, if any."""
         with self._lock:
             ranks = self._received.get(_place(request))
             if not ranks:
@@ -465,7 +466,7 @@ class RelayedStore(DelegatingBackend):
 
 
 class _StoreAgain(DelegatingBackend):
-    """The store itself, in place of damaged bytes from another rank."""
+    """The store as a tier from which a reader replaces damaged bytes of another rank."""
 
     name: ClassVar[str] = "relayed"
 
@@ -474,10 +475,10 @@ class _StoreAgain(DelegatingBackend):
         self._relayed = relayed
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read from the store bytes that another rank passed on.
+        """Read bytes from the store that another rank had passed on.
 
         Raises:
-            StorageError: The bytes had come from the store.
+            StorageError: The bytes came from the store in the first place.
         """
         for request in requests:
             rank = self._relayed.forget(request)
@@ -485,8 +486,8 @@ class _StoreAgain(DelegatingBackend):
                 msg = f"{request.name} was read from the store itself"
                 raise StorageError(msg)
             log.warning(
-                "%d bytes at %s:%d from rank %d are damaged, and are read from the store. That "
-                "rank's memory or network, or the store, may be at fault",
+                "%d bytes at %s:%d from rank %d are damaged, so this rank reads them from the "
+                "store. That rank's memory or network, or the store, may be at fault",
                 request.target.nbytes,
                 request.name,
                 request.offset,

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_RANGE_BYTES = 4 << 20  # of one request: the server holds as much per client
+_RANGE_BYTES = 4 << 20  # the most bytes of one request; the server buffers one request per client
 _DELETED_AT_ONCE = 1000
 
 
 class RootServer:
-    """Serves a root to ranks on other hosts: they read, list, publish and delete."""
+    """Serves a root to ranks on other hosts, which read, list, publish and delete in it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RootServer:
         self._server.start(patience_s)
 
     def close(self) -> None:
-        """Close all connections; return once no thread reads or changes the root."""
+        """Close all connections; wait, at most `interrupt_s`, until no thread uses the root."""
         self._server.close()
         self._server.join(Deadline(self._timing.interrupt_s))
 
@@ -103,9 +103,9 @@ class RootServer:
 
 
 class RemoteRoot(Backend):
-    """The root of another host, over one connection, made when it is needed. Creates no blobs.
+    """The root of another host. Connects when a call needs it, and cannot create blobs.
 
-    After an error of the connection, calls fail at once for `patience_s`.
+    After the connection fails, calls fail at once for `patience_s`; the next call connects again.
     """
 
     name: ClassVar[str] = "remote"
@@ -124,9 +124,9 @@ class RemoteRoot(Backend):
         Args:
             host: The name of the host in messages.
             address: The address of its `RootServer`.
-            clients: The numbers of this client and their credentials, one for each connection: the
-                server accepts each number once, so an overheard token is useless.
-            patience_s: The most seconds to wait for a connection, and for more bytes.
+            clients: Client numbers with their credentials. Each connection takes the next number,
+                because the server accepts a number only once: an overheard token is useless.
+            patience_s: The longest wait for a connection, and for more bytes.
             timing: The clock.
         """
         self._host = host
@@ -147,13 +147,13 @@ class RemoteRoot(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """None besides reading, listing, publishing and deleting."""
+        """No optional capability: it only reads, lists, publishes and deletes."""
         return Capabilities(exclusive_publish=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Raise, since each host writes only its own blobs."""
+        """Raise StorageError, because each host writes only its own blobs."""
         del size_hint
-        msg = f"cannot create {name} on {self.url}: only that host does"
+        msg = f"cannot create {name} on {self.url}: only that host can create its blobs"
         raise StorageError(msg)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
@@ -170,7 +170,7 @@ class RemoteRoot(Backend):
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
         """See `Backend.publish`."""
         if exclusive:
-            msg = f"{self.url} publishes nothing exclusively"
+            msg = f"cannot publish {name} exclusively on {self.url}"
             raise StorageError(msg)
         check_blob_name(name)
         self._call(lambda client: client.call(f"publish/{name}", bytes(data)))
@@ -261,10 +261,10 @@ def _encoded(infos: Sequence[BlobInfo]) -> bytes:
 
 
 def _decoded(data: bytes, url: str) -> list[BlobInfo]:
-    """Return a listing.
+    """Decode a listing from another host.
 
     Raises:
-        StorageError: It is not one, or has a malformed name.
+        StorageError: The data is not a listing, or a name in it is malformed.
     """
     try:
         infos = [

@@ -1,6 +1,6 @@
 """The log of gradients: entries between two checkpoints, and their replay.
 
-Covers recording the steps of optimizers, appending entries to segments, finding whole entries, and
-replaying them onto a restored base. An entry is a checkpoint of its own, so describing, encoding,
-verifying and placing are those of `save` and `restore`.
+The modules record the steps of optimizers, append entries to segments, find whole entries, and
+replay them onto a restored base. An entry is a checkpoint of its own: the code of `save` describes
+and encodes it, and the code of `restore` verifies and places it.
 """

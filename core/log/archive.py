@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class EntryBackend(Backend):
-    """Shows the files of an entry as blobs and records; closing it leaves the store open."""
+    """Presents the files of an entry as blobs and records. Closing it leaves the store open."""
 
     name: ClassVar[str] = "log entry"
 
     def __init__(
         self, store: Backend, entry: StoredEntry, payload: memoryview | None = None
     ) -> None:
-        """Show the files of an entry.
+        """Read the directory of the entry's files.
 
         Args:
             store: The store.
             entry: The entry.
-            payload: Its whole payload; None: reads come from the store.
+            payload: The whole payload of the entry; None: `read` reads from the store.
 
         Raises:
-            FormatError: Its directory is damaged.
+            FormatError: The directory is damaged.
         """
         self._store = store
         self._entry = entry
@@ -61,31 +61,31 @@ class EntryBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those that a reader needs."""
+        """The default capabilities, which suffice for a reader."""
         return Capabilities()
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Refuse to write."""
+        """Raise StorageError: entries are read-only."""
         del size_hint
         self._refuse(name)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Refuse to write."""
+        """Raise StorageError: entries are read-only."""
         del data, exclusive
         self._refuse(name)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Refuse to delete."""
+        """Raise StorageError: entries are read-only."""
         self._refuse(" ".join(names))
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read from the payload or the segment."""
+        """Read from the payload if it is in memory, else from the segment."""
         for request in requests:
             target = memoryview(request.target)
             self._read(self._start(request.name, request.offset, target.nbytes), target)
 
     def view(self, name: str, offset: int, length: int) -> memoryview:
-        """Return bytes of a file whose payload is in memory, without a copy."""
+        """Return bytes of a file without a copy; the payload must be in memory."""
         assert self._payload is not None
         start = self._start(name, offset, length)
         return self._payload[start : start + length].toreadonly()
@@ -95,7 +95,7 @@ class EntryBackend(Backend):
         return [self.stat(name) for name in sorted(self._files) if name.startswith(prefix)]
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return the size of a file, which has no time."""
+        """Return the size of a file; its modification time is reported as 0."""
         return BlobInfo(name, self._place(name)[1], 0.0)
 
     def _read(self, start: int, target: memoryview) -> None:
@@ -106,7 +106,7 @@ class EntryBackend(Backend):
             self._store.read([ReadRequest(self._entry.segment, at, target)])
 
     def _start(self, name: str, offset: int, length: int) -> int:
-        """Return where in the payload these bytes of a file begin."""
+        """Return the offset in the payload at which these bytes of a file begin."""
         at, size = self._place(name)
         if offset < 0 or offset + length > size:
             msg = f"{name} in {self.url}/{self._entry.segment} has {size} bytes"
@@ -126,7 +126,7 @@ class EntryBackend(Backend):
 
 
 class EntryLoader(Loader):
-    """Decodes the frames of an entry whose payload is in memory, without threads that read."""
+    """Decodes the frames of an entry whose payload is in memory, so it needs no read threads."""
 
     backend: EntryBackend
 

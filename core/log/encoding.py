@@ -1,7 +1,7 @@
 """Encodes entries of a log as checkpoints in memory.
 
-A save into memory gives the same files. Its threads, records and copies of all bytes took four
-times as much CPU time, which training on the same cores lost (`benchmarks/log.py`).
+A save into memory would give the same files. But its threads, its records and its copies of all
+bytes took four times as much CPU time from training on the same cores (`benchmarks/log.py`).
 
 Tested in `tests/integration/log/test_replay.py`.
 """
@@ -47,20 +47,21 @@ if TYPE_CHECKING:
     from penstock.core.types import Buffer
 
 STATE, STEPS, OPTIONS = "state", "steps", "options"
-"""The keys of an entry: what no optimizer changes; the steps; the options of all groups now."""
+"""The keys of an entry: the state that no optimizer changes, the steps, and the options of all
+groups when `log` was called."""
 
 LAYOUT = "layout"
-"""The key, in a step, of the layout of its gradients; an entry has it as JSON text."""
+"""The key of a step's gradient layout. An entry stores the layout as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What an entry stores.
+    """The contents of one entry.
 
     Attributes:
         step: The number of the step.
-        rest: The description of what no optimizer changes, with its bytes.
-        providers: Name and version of each provider that described it.
+        rest: The description, with its bytes, of the state that no optimizer changes.
+        providers: The version of each provider that described `rest`, by name.
         steps: The steps of optimizers, each with the path of its optimizer.
         options: The options of all groups, by the path of the optimizer.
     """
@@ -73,7 +74,7 @@ class Entry:
 
 
 class EntryEncoder:
-    """Encodes entries. For one thread."""
+    """Encodes entries of a log. Only one thread may use it."""
 
     def __init__(self, workers: Workers, config: CheckpointerConfig, registry: Registry) -> None:
         self._workers = workers
@@ -89,16 +90,19 @@ class EntryEncoder:
         self._table = ChainTable(self._config, registry)
         self._known = Known()
         self._cuts: dict[object, Cut] = {}
-        # Memory that is kept for the next entry: fresh pages take as long as the codecs.
-        self._flat: list[dict[str, Any]] = []  # gradients, of each step by dtype
-        self._frames: dict[int, memoryview] = {}  # encoded, by number of the chunk
+        # Memory that the next entry reuses: faulting in new pages takes as long as the codecs.
+        self._flat: list[dict[str, Any]] = []  # for each step, its flat gradients by dtype
+        self._frames: dict[int, memoryview] = {}  # encoded frames, by chunk number
 
     def encode(self, entry: Entry) -> dict[str, Sequence[Buffer]]:
-        """Return the files of an entry's checkpoint, each as its buffers, until the next call.
+        """Encode an entry as the files of a checkpoint.
+
+        Returns:
+            The buffers of each file, by name; valid until the next call.
 
         Raises:
             NotLoggedError: The entry cannot be replayed exactly.
-            PenstockError: No reader would accept it.
+            PenstockError: The entry cannot be encoded as a valid checkpoint.
         """
         self._flat += [{} for _ in entry.steps[len(self._flat) :]]
         steps = [
@@ -112,7 +116,7 @@ class EntryEncoder:
         return self._files(self._request(entry, steps))
 
     def _cut_of(self, tensor: Any) -> Cut:
-        """Return whole shape and regions of a DTensor, which are the same in each entry."""
+        """Return the whole shape of a DTensor and this rank's regions, cached for later entries."""
         key = tensor.device_mesh, tensor.placements, tensor.shape
         if key not in self._cuts:
             (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
@@ -120,7 +124,7 @@ class EntryEncoder:
 
     def _request(self, entry: Entry, steps: Sequence[Mapping[str, Any]]) -> SaveRequest:
         known = Known(self._known)
-        # As text, since describing nested lists takes longer than all else.
+        # Layouts are stored as text: describing nested lists would take longer than all the rest.
         rows = [{**step, LAYOUT: dump_json(step[LAYOUT]).decode()} for step in steps]
         description = describe_tree(
             {STEPS: rows, OPTIONS: entry.options},
@@ -184,7 +188,7 @@ class EntryEncoder:
     def _stored(
         self, request: SaveRequest, number: int
     ) -> tuple[memoryview, EncodedFrame | None, tuple[int, ...]]:
-        """Return what to store of a chunk, its frame unless it is raw, and who declined it."""
+        """Return a chunk's stored bytes, its frame (None if raw), and the codecs that declined."""
         chunk = request.plan.chunks[number]
         data, chain = _bytes_of(request.plan, chunk), request.chains[chunk.chain]
         if chain is None:

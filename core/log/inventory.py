@@ -1,4 +1,4 @@
-"""What is stored of the log of a checkpoint, for people.
+"""Describes the stored log of a checkpoint to users.
 
 Tested in `tests/core/cli/test_logs.py`.
 """
@@ -30,14 +30,15 @@ class LogInfo:
 
     Attributes:
         first: The first logged step.
-        last: The last step that every rank has whole; None if there is none.
+        last: The last step whose entry every rank has whole; None if there is none.
         entries: The number of entries of all ranks.
         ranks: The number of ranks that logged.
         segments: The number of segments of all ranks.
         bytes_stored: The size of these segments.
-        optimizers: What decides the bits of the first logged step, by the path of the optimizer.
-        is_cut: Whether the end of a segment is not a whole entry: it was being written, in this
-            moment or when its process was killed, or it is damaged.
+        optimizers: The engine of the first logged step, by the path of the optimizer: the versions
+            and devices that decide the bits of a step.
+        is_cut: Whether a segment does not end with a whole entry: a process is writing the entry,
+            was killed while it wrote the entry, or the entry is damaged.
     """
 
     first: int
@@ -50,7 +51,7 @@ class LogInfo:
     is_cut: bool
 
     def __str__(self) -> str:
-        """Return the figures in one line."""
+        """Return the figures as one line of text."""
         entries = "1 entry" if self.entries == 1 else f"{self.entries} entries"
         ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
         reach = "no step" if self.last is None else f"steps {self.first} to {self.last}"
@@ -63,9 +64,9 @@ class LogInfo:
 
 
 def log_info(backend: Backend, base: str) -> LogInfo | None:
-    """Return what is stored of the log of the checkpoint with this uid; None if it has none.
+    """Describe the log of the checkpoint with the uid `base`; None if it has no log.
 
-    Reads the headers, the first entry's values, and the last entry of each rank.
+    Reads all headers, the values of the first entry, and the last entry of each rank.
 
     Raises:
         DamagedError: The log cannot be read.
@@ -93,14 +94,14 @@ def log_bytes(backend: Backend, uid: str) -> int:
 
 
 def last_logged(backend: Backend, uid: str) -> int | None:
-    """Return the last step of a checkpoint's log; None if it has none, or none is readable."""
+    """Return the last step of a checkpoint's log; None if it has no log or the log is damaged."""
     with suppress(DamagedError):
         return last_step(logs_of(backend, uid))
     return None
 
 
 def base_of(backend: Backend, catalog: Catalog, step: int) -> int | None:
-    """Return the saved step whose log has `step`; None if there is none."""
+    """Return the saved step whose log contains `step`; None if no log does."""
     base = max((s for s in catalog.steps() if s < step), default=None)
     if base is None:
         return None
@@ -110,7 +111,7 @@ def base_of(backend: Backend, catalog: Catalog, step: int) -> int | None:
 
 @contextmanager
 def noting(backend: Backend, catalog: Catalog, step: int | str | None) -> Iterator[None]:
-    """Add a note to the error for a step that is logged, but not saved."""
+    """If a checkpoint is not found, note on the error that its step is logged but not saved."""
     try:
         yield
     except CheckpointGoneError:
@@ -120,7 +121,7 @@ def noting(backend: Backend, catalog: Catalog, step: int | str | None) -> Iterat
         if base is not None:
             error.add_note(
                 f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
-                f"a template, save it then; step {base} is saved."
+                f"a template, save it after that; step {base} is saved."
             )
         raise
 

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Replayer
 
-_PARAMETER_BYTES = 16 << 20  # of the parameters in a proof; their state is copied, too
+_PARAMETER_BYTES = 16 << 20  # the size of the parameters in a proof, without their state
 
 
 class RefutedError(NotLoggedError):
-    """A replayed step gave other bits than the step of training."""
+    """A replayed step gave other bits than the original step in training."""
 
 
 @dataclass(eq=False, slots=True)
 class Proof:
-    """A copy of some parameters from before a step, which takes the step again from its entry.
+    """Copies of some parameters from before a step, on which the stored step is taken again.
 
     Attributes:
         chosen: The numbers of the parameters, counted over all groups.
         copied: An optimizer of the same class with copies of these parameters and their state.
-        digest: The digest of the originals after the step.
+        digest: The digest of the original parameters and their state after the step.
     """
 
     chosen: Collection[int]
@@ -50,11 +50,11 @@ class Proof:
     digest: str = ""
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Note the values after the step."""
+        """Store the digest of the original values after the step."""
         self.digest = digest_of(_part_of(optimizer, self.chosen))
 
     def check(self, replayer: Replayer, stored: Mapping[str, Any]) -> None:
-        """Take the stored step with the copies, and compare. On any thread.
+        """Take the stored step with the copies, and compare digests. Any thread may call this.
 
         Raises:
             RefutedError: The bits differ.
@@ -77,13 +77,16 @@ class Proof:
 def begin_proof(
     optimizer: Optimizer, replayer: Replayer, attributes: Mapping[str, Any]
 ) -> Proof | None:
-    """Copy some parameters before a step; None: there are too many that step only together.
+    """Copy some parameters before a step.
 
     Args:
         optimizer: The optimizer.
-        replayer: Its replayer.
-        attributes: Its attributes at the start of the run: an optimizer that counts its own steps
-            has no such count after a restart.
+        replayer: The replayer of the optimizer.
+        attributes: The optimizer's attributes at the start of the run, as a replay has them: an
+            optimizer that counts its own steps in an attribute starts again after a restart.
+
+    Returns:
+        The proof; None if all parameters step only together and are too large to copy.
     """
     chosen: list[int] = []
     nbytes = 0
@@ -106,7 +109,7 @@ def begin_proof(
     for parameter in parameters_of(part):
         if parameter in optimizer.state:
             own = optimizer.state[parameter]
-            # Quantized tensors have no `clone`, which `deepcopy` calls.
+            # Copied here, because `deepcopy` calls `clone`, which quantized tensors lack.
             tensors = {id(v): detached(v, {}) for v in own.values() if hasattr(v, "dtype")}
             copied.state[memo[id(parameter)]] = copy.deepcopy(own, tensors)
     state: dict[Any, Any] = optimizer.state

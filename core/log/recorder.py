@@ -1,4 +1,4 @@
-"""Records the log of a run: one entry for each step of training, appended in the background.
+"""Records the log of a run: appends one entry per step of training, in the background.
 
 Tested in `tests/integration/log/test_ends.py`.
 """
@@ -57,19 +57,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# The first entry has a digest, so that a wrong engine shows at the first replay. Then as many have
-# one as take this share of the time, and at least every 64th.
+# The first entry has a digest, so that a wrong engine shows at the first replay. After it, digests
+# may take this share of the time, but at least every 64th entry has one.
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
-_DIGEST_FREE_S = 0.0005  # a digest that takes less is always taken
-_SAMPLED_BYTES = (
-    512  # of each parameter that no optimizer changes; an odd stride meets all its bits
-)
+_DIGEST_FREE_S = 0.0005  # if digests take at most this long, every entry has one
+# Of each parameter that no optimizer changes. Their stride is odd, so that it meets all its bits.
+_SAMPLED_BYTES = 512
 
-_SYNC_REMOTE = 8  # entries that are made durable together elsewhere than on this machine
+_SYNC_REMOTE = 8  # entries made durable together, if the store is not local
 
 
 class CopiedSource(ByteSource):
-    """The bytes of an object as they were when it was logged."""
+    """A copy of an object's bytes from the time when the object was logged."""
 
     __slots__ = ("_data", "address", "device", "memory", "nbytes")
 
@@ -88,14 +87,14 @@ class CopiedSource(ByteSource):
         return self._data
 
     def copy_out(self, start: int, out: memoryview, /) -> PendingCopy | None:
-        """Copy some of the bytes."""
+        """Copy the bytes from `start` on into `out`."""
         out[:] = self._data[start : start + out.nbytes]
         return None
 
 
 @dataclass(eq=False, slots=True)
 class _Log:
-    """The log since one checkpoint, which may not be committed yet."""
+    """The log after one checkpoint. The checkpoint may not be committed yet."""
 
     uid: str
     step: int
@@ -104,10 +103,10 @@ class _Log:
 
 
 class Recorder:
-    """Logs the steps since the newest checkpoint. For the training thread.
+    """Logs the steps since the newest checkpoint. Only the training thread may use it.
 
-    While a checkpoint is not committed yet, entries go to the log before it as well: a crash loses
-    no step that was logged, and a failed save does not end the log.
+    While the newest checkpoint is not committed, each entry also goes to the log of the checkpoint
+    before it. So a crash loses no logged step, and a failed save does not end the log.
     """
 
     def __init__(
@@ -129,20 +128,21 @@ class Recorder:
         self._logs: list[_Log] = []
         self._last = -1
         self._skipped = _DIGEST_EVERY  # entries without a digest
-        self._digested_s = self._digest_s = 0.0  # time of the last digest, and how long it took
+        self._digested_s = self._digest_s = 0.0  # time of the last digest, and its duration
         self._writing: _Writing | None = None
         self._known = Known()
-        # The memory and version of each parameter that no optimizer changes, as the log has it, and
-        # the source, so that no other memory gets the same address.
+        # Memory, version and sample with which the log or the base has each parameter that no
+        # optimizer changes. The source keeps the memory alive, so that no other tensor gets its
+        # address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
         # Version, sample and storage, by address.
         self._at_base: dict[int, tuple[int, bytes, object]] = {}
-        self._rounded = self._warned = ""  # why no log follows the last save; what a warning named
+        self._rounded = self._warned = ""  # why no log follows the last save; the warned reason
         self.place: tuple[int, int] = 0, 1
         """The rank and the number of ranks."""
         self._refuted = ""  # why no step of this process can be replayed
         self.ended = "no checkpoint was saved or restored yet"
-        """Why steps are not logged; empty while they are."""
+        """The reason why steps are not logged; empty while they are logged."""
 
     def begin_after_save(
         self,
@@ -153,14 +153,15 @@ class Recorder:
         *,
         rounded: str = "",
     ) -> None:
-        """Log from now on what follows a save.
+        """From now on, log the steps that follow a save.
 
         Args:
             uid: The uid of the save.
-            step: Its step.
+            step: The saved step.
             state: The state tree.
-            committed: Resolves when the checkpoint exists, or has failed.
-            rounded: What the checkpoint holds only rounded, so that no log can follow; or empty.
+            committed: Resolves when the checkpoint is committed or its save has failed.
+            rounded: The state that the checkpoint holds only rounded, so that no log can follow;
+                empty if it holds all state exactly.
         """
         self._settle()
         if rounded:
@@ -169,7 +170,7 @@ class Recorder:
             self._rounded = f"{rounded} in checkpoints, so replayed steps would differ"
             self.ended = self._rounded
             return
-        # An overwrite, or a save of the step that was replayed last, is no later step of that log.
+        # An overwrite, or a save of the last replayed step, adds no step to the log before it.
         continues = self._watch.keeps and step > self._last
         if self._logs and continues and not self.ended and not _is_committed(committed):
             self.log(state, step)
@@ -189,18 +190,18 @@ class Recorder:
         session: str,
         previous: bytes = FIRST,
     ) -> None:
-        """Log from now on what follows a restored step.
+        """From now on, log the steps that follow a restored step.
 
         Args:
             uid: The uid of the checkpoint.
             step: The restored step.
             state: The state tree.
             session: See `EntryHeader`.
-            previous: The digest of the entry that was replayed last.
+            previous: The digest of the last replayed entry; `FIRST` if none was replayed.
         """
         self._drop(self._logs)
         self._stored.clear()
-        # A run that has a log will have one again: the next save must not be its first call.
+        # A run that has a log will log again: keep gradients before its first call of `log`.
         self._watch.keeps = self._watch.keeps or previous != FIRST
         self._begin(_Log(uid, step, self._writer(uid, session, previous)), state)
 
@@ -210,7 +211,7 @@ class Recorder:
             self.log(state, step)
 
     def pause(self, reason: str) -> None:
-        """Log nothing before the next save or restore: the state is not that of a checkpoint."""
+        """Log nothing until the next save or restore, because the state is not a checkpoint's."""
         self._drop(self._logs)
         self._watch.clear()
         self.ended = reason
@@ -244,7 +245,8 @@ class Recorder:
 
         Args:
             reason: Why it ends.
-            refuted: Whether no later step can be logged either; else the next save begins a log.
+            refuted: Whether no later step of this process can be logged either. Otherwise the next
+                save begins a new log.
         """
         if not self.ended:
             self.ended = reason
@@ -263,7 +265,7 @@ class Recorder:
             self._drop(self._logs)
 
     def forget(self, uid: str) -> None:
-        """Delete the log since the checkpoint `uid`, from which training continues."""
+        """Delete the log of the checkpoint `uid` after a rewind to that checkpoint."""
         self.pause("training was rewound: restore first")
         self._backend.delete([info.name for info in self._backend.list(log_prefix(uid))])
 
@@ -277,7 +279,7 @@ class Recorder:
         self.ended = "the checkpointer is closed"
 
     def flush(self) -> None:
-        """Wait until all entries are durable; the log continues."""
+        """Wait until all entries are durable. The log continues, unless a store fails."""
         if self._writing is None:
             return
         self._writing.flush()
@@ -289,7 +291,7 @@ class Recorder:
                 self.end(str(error))
 
     def sync_every(self) -> int:
-        """Return how many entries are made durable together."""
+        """Return the number of entries that are made durable together."""
         local = places_of(self._backend)[0].capabilities.local
         return self._config.log_sync or (1 if local else _SYNC_REMOTE)
 
@@ -315,7 +317,8 @@ class Recorder:
             claimed = self._watch.claimed()
             modules = values_of(state, self._registry, "module").values()
             frozen = [p for module in modules for p in module.parameters()]
-            # Holding the memory keeps its address from other tensors; those who never log need not.
+            # Holding the memory keeps other tensors from its address. A run that never logs does
+            # not need that.
             self._at_base = {
                 address: (
                     version_of(p),
@@ -327,21 +330,21 @@ class Recorder:
             }
 
     def _settle(self) -> None:
-        """Keep the log since the newest checkpoint, and those before it until it is committed."""
+        """Keep the newest checkpoint's log, and the logs before it until it is committed."""
         for number in reversed(range(len(self._logs))):
             committed = self._logs[number].committed
             if committed is None or _is_committed(committed):
                 if number:
                     self._drop(self._logs[:number])
                 return
-            # After an unknown outcome a restore may find either checkpoint.
+            # If the outcome is unknown, a restore may find either checkpoint: both logs stay.
             if committed.done() and not isinstance(committed.peek_error(), CommitUnknownError):
                 self._drop([self._logs[number]])
         if not self._logs and self._watch.keeps:
             self.end("the save that it followed has failed")
 
     def _drop(self, logs: Sequence[_Log]) -> None:
-        """Write no more to these logs."""
+        """Close these logs: write no more entries to them."""
         self.flush()
         for old in logs:
             try:
@@ -386,7 +389,7 @@ class Recorder:
         return Entry(number, rest, dict(description.providers_used), named, options)
 
     def _digest(self, steps: Sequence[LoggedStep]) -> None:
-        """Take digests, as often as they take a small share of the time of training.
+        """Take digests of the steps, unless they would take too large a share of training's time.
 
         A digest finds changes that leave no mark, such as those through `Tensor.data`.
         """
@@ -402,9 +405,10 @@ class Recorder:
     def _rest(
         self, description: Description, claimed: Collection[int], roots: Collection[ObjectPath]
     ) -> list[StateObject | Node]:
-        """Return what no optimizer changes, with copies of its bytes.
+        """Return the state that no optimizer changes, with copies of its bytes.
 
-        Leaves out all below `roots`, the optimizers: a restore of a part of one empties the rest.
+        Leaves out all state below `roots`, the paths of the optimizers: restoring a part of an
+        optimizer would empty the rest of it.
         """
         lengths = {len(root) for root in roots}
         rest: list[StateObject | Node] = []
@@ -417,7 +421,7 @@ class Recorder:
                 memory = entry.source.memory
                 if memory is not None and memory.storage in claimed:
                     continue
-                # Operations such as batch norm change buffers, and leave their version.
+                # Not buffers: operations such as batch norm change a buffer but not its version.
                 if entry.role is Role.PARAMETER and self._is_stored(entry):
                     continue
                 if entry.source.nbytes != entry.spec.nbytes:
@@ -427,7 +431,7 @@ class Recorder:
         return rest
 
     def _is_stored(self, parameter: StateObject) -> bool:
-        """Return whether the base or an earlier entry has the parameter, and note it if not."""
+        """Return whether the base or an earlier entry has the parameter's value; record it."""
         memory, version = parameter.source.memory, parameter.source.version()
         if memory is None or version is None:
             return False
@@ -458,16 +462,16 @@ def _view_of(tensor: torch.Tensor) -> memoryview | None:
 
 
 def _is_committed(committed: Outcome[Any]) -> bool:
-    return committed.done() and committed.peek_error() is None  # the user has yet to see it
+    return committed.done() and committed.peek_error() is None  # peek: the user still gets it
 
 
 def optimizers_of(state: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Return the optimizers of torch in a state tree, by their shown path."""
+    """Return the torch optimizers in a state tree, by their shown path."""
     return values_of(state, registry, "optimizer")
 
 
 def values_of(state: Mapping[str, Any], registry: Registry, provider: str) -> dict[str, Any]:
-    """Return the values in a state tree that a provider describes, by their shown path."""
+    """Return the values in a state tree that `provider` describes, by their shown path."""
     found = _paths_of(state, registry, provider)
     return {show_path(path): value for path, value in found.items()}
 
@@ -479,9 +483,9 @@ def _paths_of(state: Mapping[str, Any], registry: Registry, provider: str) -> di
 
 
 def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without optimizers, and modules that have nothing but their parameters.
+    """Return the state without its optimizers and without modules that have only parameters.
 
-    Describing these takes most of the time, and an entry has nothing of them.
+    Describing them would take most of the time, and an entry contains nothing of them.
     """
     own = {*map(id, optimizers.values())}
     stepped = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
@@ -505,9 +509,9 @@ class _Writing:
         self._thread = workers.spawn("log", self._run)
 
     def put(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
-        """Append an entry in the background, once the last one is written.
+        """Append an entry in the background, after waiting until the previous entry is written.
 
-        So a killed process loses at most one logged step on a store that appends.
+        So on a store that appends, a killed process loses at most one logged step.
         """
         self._queue.join()
         self._queue.put((entry, writers))
@@ -533,7 +537,7 @@ class _Writing:
             self._queue.task_done()
 
     def _append(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
-        if self._encoder is None:  # on this thread, since importing codecs takes long
+        if self._encoder is None:  # made on this thread, because importing codecs takes long
             self._encoder = self._make_encoder()
         files = self._encoder.encode(entry)
         size = sum(len(buffer) for buffers in files.values() for buffer in buffers)

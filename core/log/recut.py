@@ -1,4 +1,4 @@
-"""Logged steps of several ranks, cut for other ranks than those that logged.
+"""Cuts the logged steps of several ranks again, for ranks that hold other parts of the parameters.
 
 Tested in `tests/integration/log/test_ranks.py`.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def cuts_of(tensors: Sequence[torch.Tensor], providers: Providers) -> list[Cut]:
-    """Return the whole shape of each tensor, and the regions that this rank holds."""
+    """Return, for each tensor, its whole shape and the regions that this rank holds."""
     tree = {str(number): tensor for number, tensor in enumerate(tensors)}
     description = describe_tree(tree, providers=providers, allow_pickle=False)
     return [
@@ -46,10 +46,11 @@ def recut(
     Args:
         steps: The same step of one optimizer as each rank logged it, in the order of the ranks.
         parameters: The parameters of each group on this rank.
-        providers: The providers.
+        providers: The providers that describe the parameters.
 
     Raises:
-        NotLoggedError: The ranks have logged different steps, or no rank has a part of a gradient.
+        NotLoggedError: The ranks have logged different steps, or a part of a gradient is missing on
+            all ranks.
     """
     first = steps[0]
     for step in steps:
@@ -78,7 +79,7 @@ def recut(
             layout[-1].append([dtype, list(local_of(parameter).shape), []])
     return {
         **first,
-        "digest": "",  # that of another part
+        "digest": "",  # the logged digests are of other parts
         "layout": layout,
         "grads": {dtype: _joined(tensors) for dtype, tensors in flat.items()},
     }
@@ -114,7 +115,7 @@ def _assemble(
     shape: tuple[int, ...],
     regions: Sequence[Region],
 ) -> tuple[str, torch.Tensor]:
-    """Return dtype and elements of the regions of this rank, one after the other."""
+    """Return the dtype and the elements of this rank's regions, flat and concatenated."""
     import torch  # noqa: PLC0415 - torch is loaded only to log
 
     dtype, elements = held[0].dtype, held[0].elements

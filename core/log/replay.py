@@ -54,18 +54,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _OPTIONS = "param_groups", "0", "lr"
-"""Where an optimizer has its options: they are restored if this one is selected."""
+"""A path below an optimizer that stands for its options: all are restored if it is selected."""
 
 
-_AHEAD = 2  # steps whose entries are read meanwhile: decoding takes longer than most steps
+_AHEAD = 2  # steps whose entries are read ahead: decoding takes longer than most steps
 
 
 class _DamagedEntryError(NotLoggedError):
-    """The bytes of an entry are not those that were written."""
+    """The bytes of an entry differ from the written bytes."""
 
 
 class _ReplayedEntry(NamedTuple):
-    """What a replay needs of an entry: steps and options, and parameters that it has itself."""
+    """The parts of an entry that a replay needs.
+
+    `tree` has the steps and options, `parameters` the paths of the parameters that it stores.
+    """
 
     tree: Mapping[str, Any]
     parameters: Collection[ObjectPath]
@@ -98,19 +101,21 @@ class LogReplay:
         moved: Callable[[], None] = lambda: None,
         ends_at_damage: bool = False,
     ) -> tuple[float, int]:
-        """Take the logged steps again, and restore what no optimizer changes.
+        """Take the logged steps again, and restore the state that no optimizer changes.
 
         Args:
-            state: The state tree, as the base left it.
-            logs: The entries since the base of this rank, or of all ranks that logged, by rank.
-            rest_of: The rank whose entries have what no optimizer changes.
-            selection: What was restored of the base.
+            state: The state tree, with the base restored into it.
+            logs: The entries that follow the base, by rank: this rank's, or those of all ranks that
+                logged.
+            rest_of: The rank whose entries supply the state that no optimizer changes.
+            selection: The objects that were restored from the base.
             stored: The paths of all objects of the base; only needed if not all are selected.
             moved: Called after each entry.
-            ends_at_damage: Whether a damaged entry ends the log before it; else it is an error.
+            ends_at_damage: Whether the replay stops before a damaged entry. Otherwise a damaged
+                entry is an error.
 
         Returns:
-            The seconds that it took, and how many entries of each rank were replayed.
+            The duration in seconds, and the number of steps that were replayed.
 
         Raises:
             NotLoggedError: A step would not give the same bits; earlier steps were taken.
@@ -139,7 +144,7 @@ class LogReplay:
                     raise
                 log.warning("the log %s", str(error))
             self._restore_rest(state, rest, selection)
-        except DamagedError as error:  # the checksums of an entry were right, its records are not
+        except DamagedError as error:  # an entry matches its checksum, but its records are wrong
             raise NotLoggedError(str(error)) from error
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")
@@ -156,7 +161,8 @@ class LogReplay:
         """Return the ids of the selected parameters.
 
         Raises:
-            NotLoggedError: A part of what a step needs is not selected.
+            NotLoggedError: The selection splits memory that one step changes: a parameter without
+                its optimizer state, or some parameters of an optimizer that steps all together.
         """
         description = describe_tree(
             state, providers=self.registry.providers, allow_pickle=self.config.allow_pickle
@@ -190,9 +196,9 @@ class LogReplay:
         return chosen
 
     def is_cut_as(self, state: Mapping[str, Any], entry: StoredEntry) -> bool | None:
-        """Return whether this rank has the parts of parameters that an entry has.
+        """Return whether this rank holds the same parts of the parameters as the entry.
 
-        None: neither has parts; every rank has whole parameters.
+        Returns None if there are no parts, because every rank holds whole parameters.
         """
         ((logged,),) = self._ahead([(entry,)])
         steps = logged.tree.get(STEPS, ())
@@ -208,7 +214,7 @@ class LogReplay:
         steps: Sequence[Mapping[str, Any]],
         chosen: set[int] | None,
     ) -> None:
-        """Take a step again; `steps` has it as each rank has logged it."""
+        """Take one step again, given that step as each rank has logged it."""
         step = steps[0]
         optimizer = optimizers.get(step["optimizer"])
         if optimizer is None:
@@ -225,7 +231,7 @@ class LogReplay:
     def _recut(
         self, optimizer: Any, replayer: Replayer, steps: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Return a step for the parts of the parameters that this rank has."""
+        """Return a step that is cut for the parts of the parameters that this rank holds."""
         engines = [{k: v for k, v in step["engine"].items() if k != CUT} for step in steps]
         groups = [
             {**group, **options}
@@ -246,7 +252,7 @@ class LogReplay:
     def _ahead(
         self, entries: Sequence[Sequence[StoredEntry]]
     ) -> Iterator[Sequence[_ReplayedEntry]]:
-        """Yield the entries of each step; threads read the next ones meanwhile.
+        """Yield the entries of each step, while threads read those of the next steps.
 
         Raises:
             NotLoggedError: An entry is damaged.
@@ -266,7 +272,7 @@ class LogReplay:
 
     def _read(self, entry: StoredEntry, memory: ThreadMemory, which: int) -> _ReplayedEntry:
         opened = self._open(entry, memory, which)
-        records = opened.contents.objects()  # before a part of them, which would be read again
+        records = opened.contents.objects()  # all at once: else `build_new` reads a part again
         parameters = {r.path for r in records if r.path[0] == STATE and r.role is Role.PARAMETER}
         selection = Selection([f"{STEPS}/**", f"{OPTIONS}/**"])
         tree = build_new(opened, selection=selection, device=None)[0]
@@ -280,13 +286,13 @@ class LogReplay:
         entries: Sequence[tuple[StoredEntry, Collection[ObjectPath]]],
         selection: Selection,
     ) -> None:
-        """Restore the objects that no optimizer changes, each from the last entry that has it."""
+        """Restore the objects that no optimizer changes, each from the last entry with it."""
         restored: set[ObjectPath] = set()
         for number, (entry, parameters) in enumerate(reversed(entries)):
             if number and restored.issuperset(parameters):
                 continue
             opened = self._open(entry, ThreadMemory(), 0)
-            # A parameter is in an entry only if it changed.
+            # An entry stores a parameter only if it changed, so earlier entries may be needed.
             paths = [
                 record.path
                 for record in opened.contents.objects()
@@ -310,7 +316,7 @@ class LogReplay:
             ),
         )  # fmt: skip
         if report.mismatched:
-            msg = f"the log has another shape of {report.mismatched[0].path}"
+            msg = f"the log has another shape for {report.mismatched[0].path} than the template"
             raise NotLoggedError(msg)
 
     def _open(self, entry: StoredEntry, memory: ThreadMemory, which: int) -> Opened:

@@ -1,4 +1,4 @@
-"""Logged steps as trees to store, and taken again from these.
+"""Converts logged steps to trees that entries store, and takes stored steps again.
 
 Tested in `tests/integration/log/test_replay.py`.
 """
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 CUT = "cut"
-"""The key of the engine line that differs on ranks that hold other parts of the parameters."""
+"""The key, in an engine, of the digest of the parts of parameters that a rank holds."""
 
 
 def stored_step(
     step: LoggedStep, path: str, cut_of: Callable[[Any], Cut], kept: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a step as a tree to save: the gradients of one dtype are one flat tensor.
+    """Return a step as a tree to save, with one flat tensor for the gradients of each dtype.
 
     Args:
         step: The step.
         path: The path of its optimizer.
-        cut_of: Returns whole shape and regions of a DTensor.
-        kept: The flat tensors of an earlier step, by dtype, whose memory is used again.
+        cut_of: Returns the whole shape and the regions of a DTensor.
+        kept: The flat tensors of an earlier step, by dtype. Their memory is reused.
 
     Raises:
         NotLoggedError: A gradient was changed after the step.
@@ -66,7 +66,7 @@ def stored_step(
                 local = local_of(grad)
                 dtype = str(local.dtype).removeprefix("torch.")
                 flat.setdefault(dtype, []).append(local.reshape(-1))
-                # Fused steps expect the strides of the parameter.
+                # Stored because fused steps expect a gradient with the strides of its parameter.
                 stride = [] if local.is_contiguous() else list(local.stride())
                 row: list[Any] = [dtype, list(local.shape), stride]
                 if local is not grad:
@@ -96,7 +96,7 @@ def stored_step(
 
 
 def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
-    """Return what decides the bits of a step, besides its inputs."""
+    """Return the engine of an optimizer: all that decides the bits of a step besides its inputs."""
     import torch  # noqa: PLC0415 - as above
 
     parameters = [*parameters_of(optimizer)]
@@ -113,7 +113,7 @@ def engine_of(optimizer: Optimizer, replayer: Replayer) -> dict[str, Any]:
 
 
 def cut_digest(parameters: Sequence[Any]) -> str:
-    """Return a digest of the parts of DTensors that this rank has; empty if it has only tensors."""
+    """Return a digest of this rank's parts of DTensors; empty if no parameter is a DTensor."""
     cuts = [_cut(p) for p in parameters if hasattr(p, "_local_tensor")]
     return xxhash.xxh3_128_hexdigest(repr(cuts).encode()) if cuts else ""
 
@@ -128,7 +128,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _cut(parameter: Any) -> object:
-    """Return which part of a DTensor this rank has."""
+    """Return the shape of a DTensor and this rank's place in its mesh."""
     mesh = parameter.device_mesh
     return tuple(parameter.shape), str(parameter.placements), mesh.shape, mesh.get_coordinate()
 
@@ -139,16 +139,18 @@ def take_again(
     stored: Mapping[str, Any],
     chosen: Collection[int] | None = None,
 ) -> None:
-    """Take a logged step again, without the hooks of the optimizer: the entry has their effect.
+    """Take a logged step again, without running hooks: the entry already has their effects.
 
     Args:
-        optimizer: The optimizer, as it was before the step.
-        replayer: Its replayer.
+        optimizer: The optimizer, in its state before the step.
+        replayer: The replayer of the optimizer.
         stored: The step, as `stored_step` returned it.
-        chosen: The ids of the parameters that step; the others keep their values. None: all step.
+        chosen: The ids of the parameters that take the step; the others keep their values. None:
+            all parameters take it.
 
     Raises:
-        NotLoggedError: The optimizer cannot take this step, or has other bits after it.
+        NotLoggedError: The optimizer cannot take this step, or its bits after the step differ from
+            those in training.
     """
     name, engine = stored["optimizer"], engine_of(optimizer, replayer)
     differing = [key for key in {**engine, **stored["engine"]}
@@ -182,13 +184,17 @@ def step_again(
     stored: Mapping[str, Any],
     placed: Sequence[Sequence[tuple[Any, Sequence[Any] | None]]],
 ) -> None:
-    """Take a logged step with the gradients and options of its entry, then set back the old ones.
+    """Take a logged step with its stored gradients and options, then restore the previous ones.
 
     Args:
-        optimizer: The optimizer, as it was before the step.
-        replayer: Its replayer.
+        optimizer: The optimizer, in its state before the step.
+        replayer: The replayer of the optimizer.
         stored: The step, as `stored_step` returned it.
-        placed: For each row of the layout the parameter that gets the gradient; None: none does.
+        placed: Each row of the layout, with the parameter that gets the gradient; None: the
+            gradient is not used.
+
+    Raises:
+        NotLoggedError: The step failed, or a gradient does not fit its parameter.
     """
     left = dict(stored["grads"])
     groups = optimizer.param_groups
@@ -217,7 +223,7 @@ def step_again(
 
 
 def digest_of(optimizer: Optimizer) -> str:
-    """Return the xxh3-128 of all parameters of an optimizer and their state."""
+    """Return the xxh3-128 digest of an optimizer's parameters and state."""
     import torch  # noqa: PLC0415 - as above
 
     digest = xxhash.xxh3_128()
@@ -229,7 +235,10 @@ def digest_of(optimizer: Optimizer) -> str:
 
 
 def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Tensor | None:
-    """Cut a gradient off the flat tensors, as the optimizer had it; None without a parameter."""
+    """Cut the next gradient off the flat tensors in `left`, and give it its shape and strides.
+
+    Returns None if there is no parameter; the gradient is skipped.
+    """
     import torch  # noqa: PLC0415 - as above
 
     dtype, shape, stride, *_ = row
@@ -258,11 +267,11 @@ def _grad(parameter: Any, row: Sequence[Any], left: dict[str, Any]) -> torch.Ten
 
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
-    """Let `optimizer.step` run no hooks, neither its own nor those of the process."""
+    """Keep `optimizer.step` from running hooks, both the optimizer's own and the global ones."""
     plain, own = type(optimizer).step, vars(optimizer)
     if getattr(plain, "hooked", False):  # torch wraps the method of the class
         plain = plain.__wrapped__
-    kept = own.get("step")  # a learning rate scheduler sets one
+    kept = own.get("step")  # learning rate schedulers set this attribute
     optimizer.step = MethodType(plain, optimizer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The log of a run: begun by saves and restores, replayed by restores.
+"""The log of a run: saves and restores begin it, and restores replay it.
 
 Tested in `tests/integration/log/test_replay.py`.
 """
@@ -57,7 +57,7 @@ _UNCHANGED = CheckpointNotFoundError, ConfigError, RestoreMismatchError, Selecti
 
 
 class RunLog:
-    """What a checkpointer does about the log of its run. For the training thread."""
+    """Begins, continues and replays the log of a run. Only the training thread may use it."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class RunLog:
         ranks: RanksOfJob,
         room: TierRoom | None = None,
     ) -> None:
-        """Prepare; nothing is read or watched yet.
+        """Prepare; reads nothing, and watches no steps yet.
 
         Args:
             backend: The store.
-            reader: Reads its checkpoints.
+            reader: Reads the checkpoints of the store.
             config: Whether pickles may be stored and loaded, and how long a store may be stuck.
             registry: Finds providers, codecs and replayers.
             workers: The threads.
@@ -85,7 +85,7 @@ class RunLog:
         self._reader = reader
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
-        self._continues = True  # whether this rank may append to the log that was replayed last
+        self._continues = True  # whether this rank may append to the last replayed log
         self.recorder = Recorder(backend, config, registry, workers, room=room)
 
     @property
@@ -93,15 +93,15 @@ class RunLog:
         return self._reader.catalog
 
     def may_log(self) -> bool:
-        """Return whether steps of this run can be logged."""
+        """Return whether this process knows its rank, without which no step can be logged."""
         try:
             self._ranks.place()
-        except ConfigError:  # several ranks that do not find each other
+        except ConfigError:  # several ranks that cannot find each other
             return False
         return True
 
     def begin_after_save(self, job: SaveJob, state: Mapping[str, Any]) -> None:
-        """Log what follows a save."""
+        """Log the steps that follow a save."""
         if self.may_log():
             self.recorder.place = self._place()
             handle = job.handle
@@ -122,14 +122,14 @@ class RunLog:
         return newest if logged is None else logged
 
     def forget(self, step: int) -> None:
-        """Delete the log after `step`, from which training continues."""
+        """Delete the log of the checkpoint of `step` after a rewind to that checkpoint."""
         if self.may_log():
-            with contextlib.suppress(DamagedError):  # nothing replays a log onto a damaged record
+            with contextlib.suppress(DamagedError):  # no restore replays a log if this is damaged
                 self.recorder.forget(self._catalog.record(step).uid)
 
     def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
-        """Add the log of a checkpoint to its report."""
-        self.recorder.flush()  # else its end would look torn
+        """Return the report of a checkpoint with the verification of its log added."""
+        self.recorder.flush()  # else the end of the log would look torn
         return with_log(checkpoint, report)
 
     def restore(
@@ -146,7 +146,8 @@ class RunLog:
             state: The template.
             step: A step, or `"latest"`.
             restore: Restores the checkpoint of a step.
-            selection: Returns what it restores; None: names differ, so nothing is replayed.
+            selection: Returns the selection of the restore, called after the checkpoint is
+                restored. None: the restore renames objects, so the log cannot be replayed.
         """
         if not self.may_log():
             return restore(step)
@@ -187,10 +188,11 @@ class RunLog:
         if selected is None or not selected.everything or left_out:
             self.recorder.pause("only a part of the checkpoint was restored: save first")
         elif last is not None and not has_log(places_of(self._backend)[0], report.uid):
-            # Segments are numbered by tier, so a new segment could hide one of that tier.
-            self.recorder.pause("the log is in a tier that is not the fastest: save first")
+            # Each tier numbers its own segments, so a new segment in the fastest tier could get
+            # the name of one in the slower tier, and hide it.
+            self.recorder.pause("the log is not in the fastest tier: save first")
         elif not self._continues:
-            self.recorder.pause("other ranks have logged the steps that were replayed: save first")
+            self.recorder.pause("other ranks have logged the replayed steps: save first")
         elif last is None:
             self.recorder.begin_after_restore(report.uid, report.step, state, session=session)
         else:
@@ -202,7 +204,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def noting(self, step: int | str) -> Iterator[None]:
-        """Add a note to the error for a step that is logged, but not saved."""
+        """If a checkpoint is not found, note on the error that its step is logged but not saved."""
         with noting(self._backend, self._catalog, step if self.may_log() else None):
             try:
                 yield
@@ -236,10 +238,13 @@ class RunLog:
         until: int | None,
         selection: Selection | None,
     ) -> tuple[RestoreReport, StoredEntry | None]:
-        """Replay the log of a restored checkpoint; also return the last entry, if any.
+        """Replay the log of a restored checkpoint.
+
+        Returns:
+            The report with the replay added, and the last replayed entry; None if there is none.
 
         Raises:
-            NotLoggedError: It cannot be replayed; some steps may have been taken.
+            NotLoggedError: The log cannot be replayed; some steps may have been taken.
         """
         group = self._ranks.of_restore()
         logged = has_log(self._backend, report.uid) if group is None else self._reader.logged
@@ -288,14 +293,16 @@ class RunLog:
     def _needed_logs(
         self, uid: str, state: Mapping[str, Any], until: int | None, *, together: bool
     ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
-        """Return the entries that this rank replays, by the rank that logged them.
+        """Find the entries that this rank replays.
 
-        These are its own, if it has the same parts of the parameters as then; else those of all
-        ranks. If ranks restore together, they are whole. An error is returned, for when the other
-        ranks know of it.
+        A rank replays its own entries if it holds the same parts of the parameters as when they
+        were logged; otherwise those of all ranks. If ranks restore together, each entry's bytes are
+        compared here.
 
         Returns:
-            The entries; and the rank whose buffers, random state and the like this rank restores.
+            The entries by the rank that logged them, or an error: the caller raises it only in the
+            common round, so that the other ranks learn of it. Also the rank from whose entries this
+            rank restores buffers, random state and other values.
         """
         rank, world_size = self._place()
         try:
@@ -311,7 +318,8 @@ class RunLog:
             needed = [near] if same is None or (same and logged == world_size) else range(logged)
             known = {rank: own, 0: head} if own is not head else {rank: own}
             logs = [known.get(n) or StoredLog(self._backend, uid, n) for n in needed]
-            # Ranks agree on the last step before they replay. One process verifies while it does.
+            # Ranks agree on the last step before they replay, so they verify entries here. A single
+            # process verifies them during the replay.
             found = [log.whole(up_to=until) if together else log.up_to(until) for log in logs]
         except DamagedError as error:
             return NotLoggedError(str(error)), rank
@@ -321,7 +329,7 @@ class RunLog:
         return dict(zip(needed, found, strict=True)), near
 
     def _base_of(self, step: int | str) -> int | None:
-        """Return the saved step whose log has `step`; None if there is none."""
+        """Return the saved step whose log contains `step`; None if no log does."""
         if not isinstance(step, int) or not self.may_log():
             return None
         self.recorder.flush()
@@ -337,7 +345,7 @@ class RunLog:
 
 
 def has_log(backend: Backend, uid: str) -> bool:
-    """Return whether a log continues the checkpoint with this uid."""
+    """Return whether the checkpoint with this uid has a log."""
     return bool(backend.list(log_prefix(uid)))
 
 
@@ -347,13 +355,13 @@ def _up_to(
     """Return the entries up to `last`, the newest step that all ranks have.
 
     Raises:
-        NotLoggedError: A step was asked for, and not all ranks have it; or this rank lacks `last`.
+        NotLoggedError: The user asked for a later step than `last`, or this rank lacks `last`.
     """
     if asked is not None and last < asked:
         msg = f"not every rank has step {asked} whole in its log, but all have step {last}"
         raise NotLoggedError(msg)
     chosen = [entry for entry in entries if entry.header.step <= last]
     if last != (chosen[-1].header.step if chosen else base):
-        msg = f"it has no entry of step {last}"
+        msg = f"the log of this rank has no entry of step {last}"
         raise NotLoggedError(msg)
     return chosen

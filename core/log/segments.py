@@ -35,17 +35,17 @@ log = logging.getLogger("penstock")
 
 PIECE_BYTES = 16 << 20
 _SEGMENT_BYTES = 1 << 30
-"""A segment ends after this much: one file of a day's training would be hard to copy."""
+"""A segment ends after this many bytes: one file with a day of training would be hard to copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """An entry in its segment.
+    """The place of an entry in its segment.
 
     Attributes:
         segment: The name of the segment.
-        offset: Where the entry begins.
-        header: Its header.
+        offset: The offset at which the entry begins.
+        header: The header of the entry.
     """
 
     segment: str
@@ -53,22 +53,22 @@ class StoredEntry:
     header: EntryHeader
 
     def damage(self, backend: Backend) -> str:
-        """Return what follows if this entry is not whole."""
+        """Return the end of a message about a log in which this entry is damaged."""
         return (
             f"ends before step {self.header.step}: its entry in {self.segment} on {backend.url} "
             "is damaged"
         )
 
     def is_whole(self, backend: Backend, into: memoryview | None = None) -> bool:
-        """Read the whole entry; return whether its bytes are those that were written."""
+        """Read the payload; return whether it matches the digest in the header."""
         return is_whole(self.pieces(backend, into), self.header)
 
     def pieces(self, backend: Backend, into: memoryview | None = None) -> Iterator[memoryview]:
-        """Yield the payload: with the header before it, all pieces but the last fill pages.
+        """Yield the payload in pieces that end at page boundaries of the segment.
 
         Args:
             backend: The store.
-            into: The memory for the payload; None: each piece gets its own.
+            into: The memory for the whole payload; None: each piece gets memory of its own.
         """
         begin = start = self.offset + HEADER_BYTES
         left, limit = self.header.payload_bytes, PIECE_BYTES - HEADER_BYTES
@@ -85,8 +85,8 @@ class Segment:
     """A stored segment.
 
     Attributes:
-        info: Its name and size.
-        entries: Its entries up to the first header that is not whole.
+        info: The name and size of the segment.
+        entries: The entries before the first header that is damaged or cut off.
     """
 
     info: BlobInfo
@@ -94,7 +94,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Where the entries end."""
+        """The offset at which the entries end."""
         if not self.entries:
             return 0
         last = self.entries[-1]
@@ -107,13 +107,13 @@ class Segment:
 
 
 class StoredLog:
-    """The log of one rank since one checkpoint.
+    """The log of one rank after one checkpoint.
 
     Attributes:
         entries: The entries that continue the checkpoint without a gap, oldest first. Their headers
-            are whole; `whole` compares their payloads.
+            are valid; their payloads may be damaged (see `whole`).
         segments: All segments, in the order of their numbers.
-        strays: Segments that continue none of the entries before them.
+        strays: The segments that continue no entry of an earlier segment.
     """
 
     def __init__(self, backend: Backend, base: str, rank: int) -> None:
@@ -127,7 +127,11 @@ class StoredLog:
         self.strays = [segment for segment in self.segments if not self._join(segment.entries)]
 
     def _join(self, found: Sequence[StoredEntry]) -> bool:
-        """Continue with a segment, which may begin before entries that its writer did not use."""
+        """Append a segment's entries; return False if they continue no known entry.
+
+        The segment may continue an earlier entry than the last, after a restore to that step. Then
+        it replaces the entries after that step.
+        """
         if not found:
             return True
         ends = [FIRST, *(entry.header.digest for entry in self.entries)]
@@ -137,11 +141,11 @@ class StoredLog:
         return True
 
     def up_to(self, step: int | None) -> list[StoredEntry]:
-        """Return the entries up to a step; None: all. Their payloads may be damaged."""
+        """Return the entries up to `step`, or all entries if it is None. Verifies no payload."""
         return [e for e in self.entries if step is None or e.header.step <= step]
 
     def whole(self, *, up_to: int | None = None) -> list[StoredEntry]:
-        """Return the entries before the first damaged one, up to a step; reads all of them."""
+        """Return the entries up to a step and before the first damaged one; reads all of them."""
         chosen = self.up_to(up_to)
         for number, entry in enumerate(chosen):
             if not entry.is_whole(self._backend):
@@ -155,12 +159,12 @@ class StoredLog:
         return [entry.header.step for entry in self.entries]
 
     def entries_to_latest(self) -> list[StoredEntry]:
-        """Return the entries up to the last whole one; reads only the last ones."""
+        """Return the entries up to the last whole one. Reads entries from the end back to it."""
         latest = self.latest()
         return [] if latest is None else self.up_to(latest)
 
     def latest(self) -> int | None:
-        """Return the step of the last whole entry; reads only the last ones."""
+        """Return the step of the last whole entry. Reads entries only from the end back to it."""
         for entry in reversed(self.entries):
             if entry.is_whole(self._backend):
                 return entry.header.step
@@ -168,12 +172,12 @@ class StoredLog:
 
 
 class Session(NamedTuple):
-    """The entries of a log that were made between two restores.
+    """The steps that a rank logged between two restores.
 
     Attributes:
         name: See `EntryHeader.session`.
         first: The step of the first entry.
-        last: The step of the last one.
+        last: The step of the last entry.
     """
 
     name: str
@@ -194,10 +198,11 @@ def sessions_of(entries: Iterable[StoredEntry]) -> list[Session]:
 
 
 def common_sessions(of_ranks: Sequence[Sequence[Session]]) -> list[Session]:
-    """Return what all ranks have of each session.
+    """Return the sessions that all ranks have, each up to the last step that all ranks have.
 
-    A rank may still have entries that the others lost. When all continue from an earlier step, its
-    old entries must not be taken for new ones of the same steps.
+    Entries with equal steps are not enough. A rank may still have entries that the others lost. If
+    the ranks then continue from an earlier step, its old entries must not pass for the new entries
+    of the same steps.
     """
     common = []
     for session in of_ranks[0]:
@@ -213,7 +218,7 @@ def common_sessions(of_ranks: Sequence[Sequence[Session]]) -> list[Session]:
 
 
 def logs_of(backend: Backend, base: str) -> list[StoredLog]:
-    """Return the logs of all ranks since a checkpoint; empty if rank 0 has not logged."""
+    """Return the logs of all ranks after a checkpoint; empty if rank 0 has not logged."""
     first = StoredLog(backend, base, 0)
     if not first.entries:
         return []
@@ -222,7 +227,7 @@ def logs_of(backend: Backend, base: str) -> list[StoredLog]:
 
 
 def last_step(logs: Sequence[StoredLog]) -> int | None:
-    """Return the last step that all these logs have whole in one session; None if there is none."""
+    """Return the last step of a session whose entry is whole in all logs; None if there is none."""
     sessions = [sessions_of(log.entries_to_latest()) for log in logs]
     common = common_sessions(sessions) if sessions else []
     return max((session.last for session in common), default=None)
@@ -249,7 +254,10 @@ def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> It
 
 
 def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
-    """Yield the writes of `buffers` one after the other; each is short for a store's time limit."""
+    """Yield writes of at most 16 MiB that store `buffers` from the offset `at` on.
+
+    Each write must end within the store's time limit.
+    """
     pieces: list[memoryview] = []
     size = 0
     for buffer in buffers:
@@ -266,7 +274,7 @@ def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
 
 
 class SegmentWriter:
-    """Appends entries to the log of one checkpoint. For one thread."""
+    """Appends entries to the log of one checkpoint. Only one thread may use it."""
 
     def __init__(
         self,
@@ -283,10 +291,10 @@ class SegmentWriter:
         Args:
             backend: The store.
             base: The uid of the checkpoint.
-            rank: The rank.
-            world_size: Number of ranks.
+            rank: The rank that logs.
+            world_size: The number of ranks.
             session: See `EntryHeader`.
-            previous: The digest of the entry that the log continues after.
+            previous: The digest of the entry after which the log continues.
         """
         self._backend = backend
         self._base = base
@@ -300,17 +308,17 @@ class SegmentWriter:
         self._ended = False
 
     def end(self) -> None:
-        """Append nothing more."""
+        """Ignore all further entries."""
         self._ended = True
 
     def append(self, step: int, files: Mapping[str, Sequence[Buffer]], *, sync_every: int) -> int:
-        """Append an entry; every `sync_every`-th call makes all of them durable.
+        """Append an entry; every `sync_every`-th call makes all appended entries durable.
 
         Returns:
-            The bytes that it takes; 0 after `end`.
+            The size of the stored entry in bytes; 0 after `end`.
 
         Raises:
-            StorageError: The log ends before this entry.
+            StorageError: The store failed; this entry, or entries before it, may be lost.
         """
         if self._ended:
             return 0
@@ -330,10 +338,13 @@ class SegmentWriter:
         return header.stored_bytes
 
     def copy(self, entry: StoredEntry, source: Backend) -> int:
-        """Append an entry of another log, whose checkpoint has the same state; durable by `close`.
+        """Append an entry of another log, whose checkpoint has the same state.
+
+        The entry is durable only after `close`.
 
         Returns:
-            The bytes that it takes; 0 if it is damaged: then the log ends before it.
+            The size of the stored entry in bytes; 0 if the entry is damaged. The log then ends
+            before it.
 
         Raises:
             StorageError: A store failed; call `abort`.
@@ -360,13 +371,13 @@ class SegmentWriter:
             at, header = at + len(header) + len(piece), header[:0]
 
     def abort(self) -> None:
-        """Give up what is not durable yet."""
+        """Discard the entries of the open segment, and ignore all further entries."""
         if self._writer is not None:
             self._writer.abort()
             self._writer, self._ended = None, True
 
     def sync(self) -> None:
-        """Make all entries durable."""
+        """Make all appended entries durable."""
         if self._writer is None or not self._unsynced or self._ended:
             return
         if self._backend.capabilities.appends and self._end < _SEGMENT_BYTES:
@@ -377,7 +388,7 @@ class SegmentWriter:
         self._unsynced = 0
 
     def close(self) -> None:
-        """Make all entries durable, and seal the segment."""
+        """Make all appended entries durable, and seal the segment."""
         if self._writer is not None and not self._ended:
             self._writer.seal(self._end)
             self._writer, self._unsynced = None, 0
@@ -389,5 +400,5 @@ class SegmentWriter:
             try:
                 name = segment_name(self._base, self._rank, number)
                 return self._backend.create(name, size_hint=size_hint)
-            except BlobExistsError:  # another process logs, too; the later segment counts
+            except BlobExistsError:  # another process logs too; the highest segment number counts
                 number += 1

@@ -1,7 +1,7 @@
 """Notes the steps of optimizers as they happen.
 
 The global *post*-step hook sees the gradients that the step has used. A pre-step hook would miss
-what the optimizer's own hooks, a closure, or a fused step change.
+changes that the optimizer's own hooks, a closure, or a fused step make to them.
 
 Tested in `tests/integration/log/test_ends.py`.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
 
-_PROOFS = 2  # of each optimizer: its state may be made by its first step
+_PROOFS = 2  # proofs of each optimizer: its first step may create the state that its second uses
 
 
 class NotLoggedError(PenstockError):
@@ -48,13 +48,13 @@ class LoggedStep:
     Attributes:
         key: The id of the optimizer.
         optimizer: The optimizer.
-        replayer: Takes its steps again.
-        captured: What the replayer captured before and after the step.
-        grads: The gradient of each parameter of each group; None: it had none.
+        replayer: Takes steps of this optimizer again.
+        captured: The values that the replayer captured before and after the step.
+        grads: The gradient of each parameter of each group; None if it had no gradient.
         versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
-        proof: Takes the step again once it is stored.
+        proof: Takes the step again after it is encoded; None: no proof was begun.
     """
 
     key: int
@@ -68,14 +68,14 @@ class LoggedStep:
     proof: Proof | None = None
 
     def keep(self) -> None:
-        """Hold the optimizer and the gradients, if they were not held since the step.
+        """Hold strong references to the optimizer and the gradients.
 
-        Copies gradients that are views: the next backward pass of DDP with
-        `gradient_as_bucket_view` writes into them. A version that is read while it writes does not
-        show that yet.
+        Copies gradients that are views, because the next backward pass of DDP with
+        `gradient_as_bucket_view` writes into them. Their versions could miss such a write if they
+        are read during it.
 
         Raises:
-            NotLoggedError: One is gone.
+            NotLoggedError: The optimizer or a gradient is gone.
         """
         if isinstance(self.optimizer, ref):
             self.optimizer = self.optimizer()
@@ -86,12 +86,13 @@ class LoggedStep:
                 "come before zero_grad"
             )
             raise NotLoggedError(msg)
-        if [*map(version_of, self.tensors())] == [*self.versions]:  # else the log thread names it
+        # If a gradient was changed, it keeps its old version, and `stored_step` raises the error.
+        if [*map(version_of, self.tensors())] == [*self.versions]:
             self.grads = [[_without_base(grad) for grad in group] for group in self.grads]
             self.versions = [*map(version_of, self.tensors())]
 
     def release(self) -> None:
-        """Hold the gradients no longer: training gets their memory again."""
+        """Drop the gradients, so that training can reuse their memory."""
         self.grads, self.versions = (), ()
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -101,16 +102,16 @@ class LoggedStep:
 
 @dataclass(eq=False)
 class StepWatch:
-    """Notes the steps since the last entry, and changes of parameters between steps.
+    """Notes the steps since the last entry, and detects changes of parameters between steps.
 
     Attributes:
         find: Returns the replayer of an optimizer; None if it has none.
         prove: Begins a proof before a step.
         steps: The steps, in order.
-        strangers: The optimizers that stepped, but were not in the state, by id.
-        trouble: Why these steps cannot be logged.
-        keeps: Whether to keep optimizers and gradients alive. Not before the first call of `log`:
-            without it the memory would be held for nothing.
+        strangers: The optimizers that stepped but were not in the state, by id.
+        trouble: Why these steps cannot be logged; empty if they can be.
+        keeps: Whether to keep optimizers and gradients alive. False until the first call of `log`,
+            because a run that never logs must not pay with memory.
     """
 
     find: Callable[[Any], Replayer | None]
@@ -119,19 +120,21 @@ class StepWatch:
     strangers: dict[int, Callable[[], Optimizer | None]] = field(default_factory=dict)
     trouble: str = ""
     keeps: bool = False
-    # What `_marks` returned after the last step of each optimizer of the state, by id.
+    # The result of `_marks` after the last step of each optimizer of the state, by id.
     _after: dict[int, tuple[Callable[[], Optimizer | None], Marks]] = field(default_factory=dict)
     _left: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: _PROOFS))
-    # Of each optimizer at the start: a process that replays has no later ones.
+    # The attributes of each optimizer at the start. A process that replays starts with the same.
     _attributes: dict[int, tuple[Callable[[], Optimizer | None], Mapping[str, Any]]] = field(
         default_factory=dict
     )
-    _proofs: dict[int, Proof | None] = field(default_factory=dict)  # of steps being taken
-    _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # captured before them
-    _random: dict[int, Sequence[bytes]] = field(default_factory=dict)  # before them
+    # For each step that is running: its proof, and the captured values and generator states from
+    # before the step.
+    _proofs: dict[int, Proof | None] = field(default_factory=dict)
+    _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    _random: dict[int, Sequence[bytes]] = field(default_factory=dict)
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch the steps of this process from now on, and changes of these optimizers."""
+        """From now on, watch all steps of this process, and changes to these optimizers."""
         self.clear()
         self._after = {}
         for optimizer in optimizers:
@@ -143,12 +146,12 @@ class StepWatch:
         _watches.add(self)
 
     def stop(self) -> None:
-        """Note no more steps."""
+        """Stop watching steps, and forget those noted."""
         _watches.discard(self)
         self.clear()
 
     def check(self) -> None:
-        """Compare the optimizers of the state with what they were after their last step.
+        """Check that no optimizer of the state has changed since its last step.
 
         Raises:
             NotLoggedError: The steps cannot be logged.
@@ -162,15 +165,15 @@ class StepWatch:
             raise NotLoggedError(self.trouble)
 
     def claimed(self) -> set[int]:
-        """Return the addresses of the memory that the optimizers change, as of their last steps."""
+        """Return the addresses of the memory that the optimizers change, as of their last step."""
         return {address for _, marks in self._after.values() for *_, address in marks} - {0}
 
     def clear(self) -> None:
-        """Forget the steps that were logged."""
+        """Forget the noted steps."""
         self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
-        """Compare an optimizer with what it was after its last step; prove its first steps.
+        """Check that an optimizer has not changed since its last step; begin proofs if due.
 
         Args:
             optimizer: The optimizer.
@@ -183,7 +186,8 @@ class StepWatch:
         if replayer is None:
             return
         self._begun[key] = replayer.capture_before(optimizer)
-        # Those of torch draw nothing; other threads of the training may.
+        # The optimizers of torch draw nothing. For them a draw by another thread would be blamed on
+        # the step.
         if not has_closure and not type(optimizer).__module__.startswith("torch.optim."):
             self._random[key] = _random_states(optimizer)
         if self.keeps and self._left[key]:
@@ -191,14 +195,14 @@ class StepWatch:
             self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
 
     def _compare(self, optimizer: Optimizer) -> None:
-        if self.trouble:  # for those who never log: it costs nothing from their second step on
+        if self.trouble:  # a run that never logs has trouble, and no cost, from its second step on
             return
         if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
             kind = type(optimizer).__name__
             self.trouble = f"a parameter or the state of {kind} was changed outside a step"
 
     def after(self, optimizer: Optimizer) -> None:
-        """Note a step."""
+        """Note a step that was just taken."""
         proof = self._proofs.pop(id(optimizer), None)
         random = self._random.pop(id(optimizer), None)
         if not self._knows(optimizer):
@@ -210,7 +214,7 @@ class StepWatch:
             self.steps = []
             return
         if random is not None and random != _random_states(optimizer):
-            # A replay would draw others, and the proof would draw from those of the training.
+            # A replay would draw other numbers, and a proof would advance training's generator.
             kind = type(optimizer).__name__
             self.trouble = f"{kind} draws from the global generator of torch in its steps"
             self.steps = []
@@ -236,7 +240,7 @@ class StepWatch:
 
     @contextmanager
     def noting_failures(self, optimizer: Optimizer) -> Iterator[None]:
-        """End the log if a replayer fails, not the training."""
+        """If a replayer fails, end the log instead of the training."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - recorded: training continues
@@ -264,7 +268,7 @@ class StepWatch:
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return copies of the options of each group, without its parameters.
 
-    Copies, since a scheduler changes a tensor in place before the log has stored it.
+    The originals do not suffice: a scheduler may change a tensor in place before it is stored.
     """
     return [
         copied_options({k: v for k, v in group.items() if k not in _NO_OPTIONS})
@@ -275,9 +279,9 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def with_groups(
     optimizer: Optimizer, groups: list[dict[str, Any]], attributes: Mapping[str, Any]
 ) -> Optimizer:
-    """Return an optimizer of the same class with other groups.
+    """Return an optimizer of the same class with other groups and attributes.
 
-    `copy.copy` would leave out attributes.
+    `copy.copy` would not do: it leaves out attributes.
     """
     made: Any = object.__new__(type(optimizer))
     vars(made).update(attributes)
@@ -286,12 +290,12 @@ def with_groups(
 
 
 def copied_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with copies of tensors, which schedulers and steps change in place."""
+    """Return options with their tensors copied, since schedulers and steps change them in place."""
     return {key: detached(value, {}) for key, value in options.items()}
 
 
 def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of each group; tensors in place, since schedulers may hold them."""
+    """Set the options of each group. Changes tensors in place, since schedulers may hold them."""
     import torch  # noqa: PLC0415 - as below
 
     for group, stored in zip(optimizer.param_groups, options, strict=True):
@@ -308,11 +312,13 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def detached(value: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a copy of what a step may change in place: others read it beside the training.
+    """Return a value with copies of all that a step may change in place.
+
+    Other threads can then read the copy while training continues.
 
     Args:
         value: An attribute or an option of an optimizer.
-        memo: What to return for an object, by its id.
+        memo: Replacements for objects, by the id of the object.
     """
     import torch  # noqa: PLC0415 - torch is loaded only to log
 
@@ -330,7 +336,7 @@ def detached(value: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def _cloned(tensor: Any) -> Any:
-    """Return a copy of a tensor; quantized ones may have no `clone`, but parts."""
+    """Return a copy of a tensor. Copies quantized tensors by parts, as they may lack `clone`."""
     if hasattr(tensor, "_local_tensor") or not (names := _parts_of(tensor)):
         return tensor.detach().clone()
     parts = {name: _cloned(getattr(tensor, name)) for name in names}
@@ -347,13 +353,13 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def storages_of(optimizers: Iterable[Optimizer]) -> set[int]:
-    """Return the addresses of the memory that these optimizers change, as far as they have any."""
+    """Return the addresses of the memory that these optimizers change; skips empty tensors."""
     tensors = (tensor for optimizer in optimizers for tensor in tensors_of(optimizer))
     return {*map(address_of, map(local_of, tensors))} - {0}
 
 
 def has_only(value: object, parameters: Collection[int]) -> bool:
-    """Return whether a value is a module whose state is parameters with these ids, and no more."""
+    """Return whether a value is a module whose only state is parameters with these ids."""
     import torch  # noqa: PLC0415 - as below
 
     if not isinstance(value, torch.nn.Module):
@@ -373,7 +379,7 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return the tensor, or of a DTensor the part on this rank."""
+    """Return this rank's part of a DTensor; other tensors as they are."""
     local: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001 - without the copy of `to_local`
     return local
 
@@ -394,16 +400,16 @@ def _random_states(optimizer: Optimizer) -> list[bytes]:
 
 
 def _without_base(grad: Any) -> Any:
-    """Return a gradient, or a copy if it is a view; FSDP makes new DTensors in each step."""
+    """Return a gradient; a copy if it is a view. DTensors stay: FSDP makes new ones each step."""
     if grad is None or hasattr(grad, "_local_tensor") or grad._base is None:  # noqa: SLF001 - no public name
         return grad
     return grad.detach().clone()
 
 
 def _marks(optimizer: Optimizer) -> Marks:
-    """Return what changes with any change of groups, parameters and state that torch sees.
+    """Return marks that differ after any change of groups, parameters or state that torch sees.
 
-    Changes in place through `Tensor.data` leave no mark; digests find these.
+    Changes in place through `Tensor.data` leave no mark; digests find them.
     """
     groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
     return groups + [
@@ -420,7 +426,7 @@ def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return each parameter, followed by the tensors of its state; then state of no parameter."""
+    """Return each parameter with the tensors of its state, then state that no parameter owns."""
     state: dict[Any, Any] = optimizer.state
     found: list[torch.Tensor] = []
     _gather([(p, state.get(p, {})) for p in parameters_of(optimizer)], found)
@@ -429,7 +435,7 @@ def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
-    # No generator: this runs three times in each step, for every tensor.
+    # Not a generator, which is slower: this runs three times in each step, for every tensor.
     if hasattr(value, "untyped_storage"):
         names = () if hasattr(value, "_local_tensor") else _parts_of(value)
         if names:
@@ -445,7 +451,7 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:
-    """Return the attributes with the tensors in which a quantized tensor keeps its data."""
+    """Return the names of the attributes in which a quantized tensor keeps its data."""
     parts: Sequence[str] = (
         tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     )

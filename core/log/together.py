@@ -1,4 +1,4 @@
-"""Replays the logs of all ranks to one step: either all ranks replay, or none counts it.
+"""Replays the logs of all ranks to one step: either all ranks replay, or the replay fails on all.
 
 Tested in `tests/integration/log/test_ranks.py`.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_SESSIONS = 6  # a post has room for these
+_MOST_SESSIONS = 6  # the most sessions for which a post has room
 
 _NOT_EXACT = "cannot replay its log: "
-"""How the cause of a rank begins whose log is at fault, and not its process or the store."""
+"""The start of a failure's cause if a rank's log is at fault, not its process or the store."""
 
 
 def replay_together(
@@ -40,12 +40,12 @@ def replay_together(
     Args:
         group: The ranks.
         base: The step of the base.
-        sessions: What this rank's log has whole.
-        replay: Replays this rank's log to a step, the last one that all ranks have. Calls its
-            second argument after each entry.
+        sessions: The sessions of this rank's log, with whole entries only.
+        replay: Replays this rank's log. Its first argument is the last step that all ranks have;
+            it calls its second argument after each entry.
 
     Raises:
-        NotLoggedError: A rank cannot replay its log; on all ranks.
+        NotLoggedError: A rank cannot replay its log; raised on all ranks.
         PenstockError: This rank failed.
         RankError: Another rank failed.
         CoordinationError: This rank has replayed, but cannot learn whether all have.

@@ -1,4 +1,4 @@
-"""Copies the log of a checkpoint to a copy of that checkpoint, of the same uid or another.
+"""Copies the log of a checkpoint to a copy of that checkpoint, whose uid may be another.
 
 Tested in `tests/core/cli/test_logs.py`.
 """
@@ -26,8 +26,8 @@ class CopiedLog:
 
     Attributes:
         entries: The number of copied entries, of all ranks.
-        bytes_copied: Their bytes.
-        left_out: Why entries were not copied; empty if all whole ones are at the target.
+        bytes_copied: The size of these entries.
+        left_out: Why entries were not copied; empty if all whole entries are at the target.
     """
 
     entries: int = 0
@@ -38,21 +38,22 @@ class CopiedLog:
 def copy_log(
     source: Backend, base: str, target: Backend, copy: str, *, overwrite: bool = False
 ) -> CopiedLog:
-    """Copy the log of a checkpoint; on return all its whole entries are durable at the target.
+    """Copy the log of a checkpoint; on return, the copied entries are durable at the target.
 
-    Compares each entry as it is copied, and leaves out what follows a damaged entry, and a torn
-    end. Copies only what the target lacks. Changes nothing at the source.
+    Copies only entries that the target lacks. Verifies each entry while it is copied; a damaged
+    entry and all entries after it are left out, as is a torn end. Changes nothing at the source.
 
     Args:
         source: The place to copy from.
         base: The uid of the checkpoint.
-        target: The place to copy to; of a run in tiers, the fastest tier gets the log.
-        copy: The uid of the copy there, which must restore to the same bits.
-        overwrite: Whether to replace other entries at the target, which a run there has logged.
+        target: The place to copy to. If it has tiers, the fastest tier gets the log.
+        copy: The uid of the checkpoint's copy at the target. It must restore to the same bits.
+        overwrite: Whether to replace different entries that a run has logged at the target.
 
     Raises:
         DamagedError: A log cannot be read.
-        StorageError: A store failed; what was copied continues the target's log or is unused.
+        StorageError: A store failed. Entries copied before that are harmless: they either continue
+            the target's log or are not used.
     """
     done = CopiedLog()
     fastest = places_of(target)[0]  # where a run in tiers logs

@@ -1,4 +1,4 @@
-"""Verifies the log of a checkpoint: every entry on which a restore depends.
+"""Verifies the log of a checkpoint: every entry that a restore may replay.
 
 Tested in `tests/core/cli/test_logs.py`.
 """
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def with_log(checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
-    """Add the log of a checkpoint to its report: reads and decodes every entry if `report.deep`.
+    """Verify the log of a checkpoint, and return the checkpoint's report with the result added.
 
-    Otherwise checks only headers, sizes and the order of the entries. Entries that later ones have
-    replaced do not count.
+    Reads and decodes every entry if `report.deep`; otherwise checks only headers, sizes and the
+    order of the entries. Entries that later entries have replaced do not count.
 
     Raises:
         CheckpointGoneError: The checkpoint was deleted meanwhile.
@@ -82,7 +82,7 @@ class _Verification:
             payload = memory.take(entry.header.payload_bytes)
             if entry.is_whole(self.checkpoint.backend, payload):
                 self._decode(entry, payload)
-            elif entry is log.entries[-1]:  # as a write leaves it that a power cut ended
+            elif entry is log.entries[-1]:  # as a power cut during its write leaves it
                 self._note_torn(entry.segment, entry.offset)
             else:
                 self._note_damage(entry, "its bytes do not match their checksum")
@@ -109,7 +109,7 @@ class _Verification:
             self._note_damage(entry, f"{damage.what}: {damage.detail}")
 
     def _verify_end(self, log: StoredLog, segment: Segment) -> None:
-        """Distinguish a torn end from damage: only damage has whole entries after it."""
+        """Report bytes after the entries: as damage if later entries follow, else as torn."""
         if not segment.is_cut:
             return
         for at, header in _headers(self.checkpoint.backend, segment):
@@ -133,7 +133,7 @@ class _Verification:
 
 
 def _headers(backend: Backend, segment: Segment) -> Iterator[tuple[int, EntryHeader]]:
-    """Yield the whole headers after the end of a segment's entries, with their offsets."""
+    """Yield each valid header after the end of a segment's entries, with its offset."""
     size = segment.info.size_bytes
     for start in range(segment.end, size, PIECE_BYTES):
         data = bytearray(min(PIECE_BYTES, size - start))

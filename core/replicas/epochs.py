@@ -1,16 +1,17 @@
-"""How commit records are deleted on several hosts: by a new epoch without them. Sans-IO.
+"""Deletes commit records on several hosts, by a new epoch without these records. Sans-IO.
 
-A deletion of one host after another would not hold: a host that did not answer, or that copies the
-record from the next one meanwhile, would bring it back. So rank 0 proposes a higher epoch with the
-records that remain. Its own host joins first, and from then on only records in roots of the new
-epoch count. Each host that joins makes its records equal to the proposal's before it writes the
-epoch into its root, in this order: `is_late`, `resets`, `copied`, `is_late` again, `deleted`. A
-host that does not answer keeps the earlier epoch, and may join a later one.
+Deleting a record on one host after another would not be final: a host that did not answer would
+bring the record back, and so would a host that copies it meanwhile from a host that still has it.
+So rank 0 proposes a higher epoch with the records that remain. Rank 0's own host joins first, and
+from then on only records in roots of the new epoch count. Each host that joins makes its records
+equal to the proposal's before it writes the epoch into its root, in this order: `is_late`,
+`resets`, `copied`, `is_late` again, `deleted`. A host that does not answer keeps the earlier epoch,
+and may join a later one.
 
 A job proposes its first epoch before its first commit, once all its hosts have answered. It
 publishes commit records only in a root that has its epoch. A host copies a commit record only from
-a root of its own epoch, and publishes it only if its epoch is still the same; one lock in each
-host covers the check and the publish.
+a root of its own epoch, and publishes the copy only if its epoch is still the same. One lock in
+each host covers the check and the publish.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EpochProposal:
-    """What rank 0 asks each host to do.
+    """Rank 0's request to each host to join a new epoch.
 
     Attributes:
         epoch: The epoch to write into the root, after everything else.
-        members: The hosts that are asked.
+        members: The hosts that are asked to join.
         records: The commit records that remain.
-        before: The epoch of the roots that have these records. So do roots that have joined.
+        before: The epoch before. Roots of that epoch have these records, and so have roots that
+            have joined.
     """
 
     epoch: Epoch
@@ -43,33 +45,34 @@ class EpochProposal:
     before: Epoch
 
     def is_late(self, root: RootListing) -> bool:
-        """Return whether a root has joined this epoch or a later one, so that nothing is to do.
+        """Return whether a root is already in this epoch or a later one, and has nothing to do.
 
-        Only `epoch` in the root confirms the proposal.
+        A root has joined this proposal only if its epoch equals `epoch`.
         """
         return root.epoch >= self.epoch
 
     def resets(self, root: RootListing) -> Epoch:
         """Return the epoch that a host writes into its root before it changes a record.
 
-        A host of an earlier epoch must not count with the others of it: if it is killed halfway, it
-        has records of two epochs. But it must count more than hosts of still earlier epochs.
+        A root of an epoch earlier than `before` must leave that epoch: if its host is killed
+        halfway, it has records of two epochs, and must not count with the roots that have only that
+        epoch's. But it must count more than roots of still earlier epochs.
         """
         return root.epoch if root.epoch == self.before else Epoch(root.epoch.number)
 
     def copied(self, root: RootListing) -> list[str]:
         """Return the records that a host must copy, before it deletes any.
 
-        A copy replaces a record of the same name, which may be of another checkpoint. If hosts
-        deleted first, and the host with the only other copy were lost, a record would be lost.
+        A copy replaces a record of the same name, which may belong to another checkpoint. If hosts
+        deleted records before they copied, the loss of one host could lose a record's last copy.
         """
         return [n for n in self.records if root.epoch != self.before or n not in root.files]
 
     def deleted(self, root: RootListing) -> list[str]:
         """Return the records that a host must delete.
 
-        One lock covers the listing of the root, the deletions, and the write of the epoch. Else a
-        record whose copy from another host arrives in between would count again.
+        One lock must cover the listing of the root, the deletions, and the write of the epoch. Else
+        a record that is copied from another host in between would count again.
         """
         return sorted(set(filter(is_record, root.files)).difference(self.records))
 
@@ -77,14 +80,17 @@ class EpochProposal:
 def propose_epoch(
     holdings: Holdings, *, job: str, now_s: float, without: Collection[str] = ()
 ) -> EpochProposal:
-    """Return a proposal of rank 0 to all hosts that answered.
+    """Return rank 0's proposal to all hosts that answered.
 
-    The number is at least the time, so that a job wins over an earlier job of which it sees no
-    host. Data of deleted records is deleted, and the deletion reported, once the hosts that have
-    joined would keep a file safe (`HostGroups.is_safe`): until then losses could bring it back.
+    The epoch's number is at least the time in milliseconds, so that this job wins over an earlier
+    job even if it sees none of that job's hosts.
+
+    Only after enough hosts have joined to keep a file safe (`HostGroups.is_safe`), the caller
+    deletes the data of the deleted records, and reports the deletion. Before, the loss of hosts
+    could bring the records back.
 
     Args:
-        holdings: The roots of all hosts that answered, rank 0's included.
+        holdings: The roots of all hosts that answered, including rank 0's.
         job: A random name, the same for the whole job.
         now_s: The time in seconds since 1970.
         without: The commit records to delete.

@@ -1,4 +1,4 @@
-"""Which hosts hold which files, what counts, and what is still to be copied. Sans-IO.
+"""Which hosts hold which files, which files count, and which must still be copied. Sans-IO.
 
 A root on a host outlives jobs, so a host may return with records of checkpoints that were deleted
 or rewound while it was away. So each root has an epoch, and commit records count only in roots of
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Epoch(NamedTuple):
-    """The order of the changes to a run's commit records, over all jobs; see `epochs`.
+    """Orders the changes that all jobs make to a run's commit records; see `epochs`.
 
     Attributes:
-        number: Higher than all earlier ones that the job could see.
-        job: Random, so that two jobs that do not see each other never share an epoch.
+        number: Higher than all earlier numbers that the job could see.
+        job: A random name, so that two jobs that do not see each other never share an epoch.
     """
 
     number: int = 0
@@ -50,15 +50,15 @@ class RootListing:
 
 
 def is_record(name: str) -> bool:
-    """Return whether a file is a commit record, which counts only in the highest epoch."""
+    """Return whether a file is a commit record. These count only in the highest epoch."""
     return name.startswith(COMMIT_PREFIX)
 
 
 class Holdings:
     """The files of all hosts that answered.
 
-    In all methods `files` are the files of one checkpoint, with their bytes: its commit record,
-    index, parts and blobs, borrowed blobs included.
+    In all methods, `files` maps the files of one checkpoint to their sizes in bytes: its commit
+    record, index, parts and blobs, including the blobs that it borrows from other checkpoints.
     """
 
     def __init__(self, roots: Iterable[RootListing]) -> None:
@@ -76,10 +76,10 @@ class Holdings:
 
     @property
     def absent(self) -> set[str]:
-        """Hosts that were asked to join the highest epoch and did not answer now.
+        """The hosts that were asked to join the highest epoch but have not answered this time.
 
-        They may have missing files, and records that count. So without a job, as in the command
-        line, nothing is deleted while there are any.
+        They may have files that are missing elsewhere, and records that count. So the command
+        line, which has no job, deletes nothing while a host is absent.
         """
         asked = (self.roots[host].members for host in self.counting)
         return set().union(*asked).difference(self.roots)
@@ -89,23 +89,24 @@ class Holdings:
         return sorted(filter(is_record, self._sizes))
 
     def holders(self, name: str, size_bytes: int) -> set[str]:
-        """Return the hosts that have a file in its full length, and where it counts."""
+        """Return the hosts that have a file in its full length, if it counts there."""
         sizes = self._sizes.get(name, {})
         return {host for host, size in sizes.items() if size == size_bytes}
 
     def missing(self, files: Mapping[str, int]) -> list[str]:
-        """Return the files that no host has. A checkpoint counts only if there are none."""
+        """Return the files that no host has. A checkpoint counts only if no file is missing."""
         return [name for name, size in files.items() if not self.holders(name, size)]
 
     def unsafe(self, files: Mapping[str, int], groups: HostGroups) -> list[str]:
-        """Return the files that have too few copies. A checkpoint is replicated without any."""
+        """Return the files with too few copies. A checkpoint is replicated if there are none."""
         return [n for n, size in files.items() if not groups.is_safe(self.holders(n, size))]
 
     def pulls(self, files: Mapping[str, int], groups: HostGroups) -> dict[str, list[str]]:
-        """Return the files that each host must copy; hosts without any are left out.
+        """Return the files that each host must copy; hosts that must copy none are left out.
 
-        The same for a new checkpoint, and after a job has started on other hosts, for the copies
-        that were lost. A host outside the highest epoch must join it before it copies a record.
+        This serves new checkpoints. After a job has started on other hosts, it also serves old
+        checkpoints that have lost copies. A host outside the highest epoch must join it before it
+        copies a record.
         """
         pulls: defaultdict[str, list[str]] = defaultdict(list)
         for name, size in files.items():

@@ -1,4 +1,4 @@
-"""Which checkpoint is being replicated, and which ones must stay meanwhile. Sans-IO."""
+"""Which checkpoint is being replicated, and which checkpoints must stay meanwhile. Sans-IO."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
 
 
 class Replication:
-    """The order in which one job replicates its checkpoints, on rank 0.
+    """Chooses, on rank 0, the checkpoint that a job replicates next, and what may be deleted.
 
-    One checkpoint is replicated at a time. If saves are faster than replication, it skips
-    checkpoints instead of falling behind. A checkpoint is safe if it is replicated, or if a more
-    durable tier has it whole. The newest safe checkpoint stays until a newer one is safe.
+    One checkpoint is replicated at a time. If saves are faster than replication, some checkpoints
+    are skipped, so that replication does not fall behind. A checkpoint is safe if it is replicated,
+    or if a more durable tier has it whole. The newest safe checkpoint stays until a newer one is
+    safe.
     """
 
     def __init__(self, safe: Iterable[CheckpointKey], others: Iterable[CheckpointKey]) -> None:
         """Begin with the whole checkpoints that the job finds at its start.
 
-        Of those that are not safe now, any may have been safe before hosts were lost, and may be
-        all that is left. So they stay like a safe one.
+        A checkpoint that is not safe now may have been safe before hosts were lost, and may be the
+        only one left. So these checkpoints stay, too, until a newer one is safe.
 
         Args:
             safe: The checkpoints that are safe.
@@ -43,7 +44,7 @@ class Replication:
             self._choose()
 
     def secured(self, key: CheckpointKey) -> None:
-        """Mark a checkpoint as safe. Call it only with what the listings of all hosts show."""
+        """Mark a checkpoint as safe. Call this only if the listings of all hosts show it."""
         if key in self._old | self._new:
             self._old.discard(key)
             self._new.discard(key)
@@ -52,22 +53,22 @@ class Replication:
             self._choose()
 
     def failed(self, key: CheckpointKey) -> None:
-        """Give up a target that a host cannot copy if there is a newer one; else keep it."""
+        """Replace a target that a host cannot copy by a newer one; keep it if there is none."""
         if key == self.target:
             self._choose()
 
     def deleted(self, keys: Iterable[CheckpointKey]) -> None:
-        """Remove checkpoints that retention, the user or a rewind has begun to delete."""
+        """Forget checkpoints that retention, the user or a rewind has begun to delete."""
         for keys_of in (self._safe, self._old, self._new):
             keys_of.difference_update(keys)
         if self.target not in self._old | self._new:
             self._choose()
 
     def deletable(self, keys: Iterable[CheckpointKey]) -> list[CheckpointKey]:
-        """Return which of `keys` retention, eviction and overwrites may delete now, ascending.
+        """Return those of `keys` that retention, eviction and overwrites may delete, ascending.
 
-        Everything older than the newest safe checkpoint may go. Of newer ones only those of this
-        job may go that were skipped.
+        All checkpoints older than the newest safe one may be deleted. Newer ones may be deleted
+        only if this job saved them and replication skipped them.
         """
         newest_safe = max(self._safe, default=None)
         kept = {newest_safe, self.target, max(self._old | self._new, default=None)} | self._old

@@ -43,11 +43,12 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
     """Run all checks, each on its own roots.
 
     Args:
-        open_root: Opens the root of a name, which must be empty when it is first opened.
+        open_root: Opens the root with the given name. Each root must be empty when it is first
+            opened.
 
     Returns:
-        The names of the skipped checks. The backend does not declare their capability, or the store
-            cannot run them: a crash needs a store that a forked process can use.
+        The names of the skipped checks. For these, the backend does not declare the capability, or
+            the store cannot run the check: a crash needs a store that a forked process can use.
 
     Raises:
         AssertionError: A promise of the contract is broken, or a check was skipped although its
@@ -67,8 +68,8 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
                 raise
             raise _skipped(check) from error
         except BaseException as error:
-            # Test frameworks skip by a BaseException. A check that anything but the suite skips
-            # did not run, so it must not count as passed.
+            # Test frameworks skip by a BaseException. If anything but the suite skips a check, the
+            # check did not run, so it must not count as passed.
             raise _skipped(check) from error
     return tuple(left_out)
 

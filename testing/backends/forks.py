@@ -1,4 +1,4 @@
-"""Checks with several processes, which die without closing anything or publish in a race."""
+"""Checks with several processes: some die without closing anything, others publish in a race."""
 
 # ruff: noqa: D103 - checks explain themselves by their names
 
@@ -166,7 +166,7 @@ PROCESS_CHECKS: tuple[BackendCheck, ...] = (
 
 
 class ForkedProcess:
-    """A child process that runs `work` and then dies as by `kill -9`.
+    """A child process that runs `work`, and then dies as if killed by `kill -9`.
 
     No `finally`, `atexit` or `close` of the caller runs in the child.
     """

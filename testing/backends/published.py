@@ -62,7 +62,7 @@ BAD_NAMES = ("", "/abs", "../up", "a/../b", "a//b", "a/", "./a", "a b", "a\x00b"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET = re.compile(r"(?i)pass(word|wd|phrase)?|secret|token|credential|(access|api|account)_?key")
-_HALF = 0.5  # of the pages: truncating a file may cache its last page
+_HALF = 0.5  # the share of cached pages that shows a cached blob; truncating may cache a last page
 _ANY_SCHEME = "fsspec"  # serves every scheme that names no backend
 _PROBE_BYTES = 16 * mmap.PAGESIZE
 
@@ -226,7 +226,7 @@ def the_clock_of_the_store_goes(open_root: OpenRoot) -> None:
                 return
             assert not deadline.is_over(), (
                 f"{' and '.join(stuck)} did not advance in {deadline.limit_s} s, while "
-                "records were published: by a stopped clock no data gets old enough for prune"
+                "records were published: with a stopped clock, no data gets old enough for prune"
             )
             time.sleep(0.005)
 
@@ -533,7 +533,7 @@ def cached_part(file: Path) -> float | None:
 
 
 def goes_past_the_cache(folder: Path) -> bool:
-    """Return whether direct writes leave no cached pages; on a tmpfs they always do."""
+    """Return whether direct writes in `folder` leave no cached pages; False on a tmpfs."""
     probe = folder / f"~direct-{os.getpid()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0)
     try:

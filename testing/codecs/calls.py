@@ -49,7 +49,7 @@ ELEMENTS = (
 
 # As float32 they are bfloat16 numbers.
 _COMPRESSIBLE = b"".join((n << 16).to_bytes(4, "little") for n in range(1000))
-# By dtype, the bits of exponent and of mantissa.
+# For each dtype, the number of exponent bits and of mantissa bits.
 _FLOATS = {
     "bfloat16": (8, 7),
     "float8_e4m3fn": (4, 3),
@@ -198,7 +198,7 @@ def expect_length(length: object, bound: int) -> int:
 
 
 def encode(codec: Codec, chunk: bytes, context: CodecContext | None = None) -> bytes:
-    """Encode a chunk, and return its frame; an exception, or a changed chunk, is a breach.
+    """Encode a chunk, and return its frame. Fail on an exception, or if the chunk changes.
 
     Raises:
         DeclinedChunkError: The codec declined the chunk.
@@ -212,7 +212,7 @@ def encode(codec: Codec, chunk: bytes, context: CodecContext | None = None) -> b
             length = codec.encode(memoryview(source), memoryview(out), context=context)
         except CodecError as error:
             msg = (
-                f"{what} of {context.dtype}: {said(error)} (an unsuitable chunk is no error: "
+                f"{what} of {context.dtype}: {said(error)} (an unsuitable chunk is not an error: "
                 "return penstock.core.abc.DECLINED, and the rest of the chain stores the chunk)"
             )
             raise AssertionError(msg) from error
@@ -256,7 +256,7 @@ def try_decode(
 def expect_decodes(
     codec: Codec, frame: bytes, chunk: bytes, context: CodecContext | None = None
 ) -> None:
-    """Fail unless a frame decodes; a lossless one must decode to its chunk."""
+    """Fail unless a frame decodes; a lossless codec must decode it to `chunk`."""
     decoded = try_decode(codec, frame, len(chunk), context)
     if not isinstance(decoded, bytes):
         msg = (

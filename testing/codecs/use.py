@@ -208,15 +208,18 @@ def check_base(codec: Codec) -> None:
     with finding("encode of a chunk without a base"):
         length = codec.encode(memoryview(chunk), room, context=context)
     assert isinstance(length, Declined), (
-        "it declares needs_base, but encoded a chunk without: return DECLINED if context.base "
-        "is None"
+        "it declares needs_base, but encoded a chunk without a base: return DECLINED if "
+        "context.base is None"
     )
     with finding("decode of a frame without the base it was encoded with"):
         try:
             codec.decode(memoryview(frame), out, context=context)
         except CodecError:
             return
-    msg = "it declares needs_base, but decoded a frame without: core would read bases in vain"
+    msg = (
+        "it declares needs_base, but decoded a frame without its base: core would read bases "
+        "needlessly"
+    )
     raise AssertionError(msg)
 
 

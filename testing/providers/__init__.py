@@ -56,14 +56,15 @@ def check_provider(
         change: Changes a value in place, like training, or returns a changed value of its type.
         equal: Returns whether two values have the same state, bit for bit.
         providers: All providers needed, including the one under test.
-        loaded: Returns whether the result of `load`, without a template, has the state of a value;
-            None accepts any result.
-        loads: The exact type of the result of `load`; None accepts the type of the value, a base of
-            that type, or a dict.
-        copies: Whether the value itself returns copies of its tensors, so that no provider can
-            describe the live tensors.
+        loaded: Returns whether the result of a `load` without a template has the state of a given
+            value; None accepts any result.
+        loads: The exact type of the result of `load`; None accepts the type of the value, a base
+            class of that type, or a dict.
+        copies: Whether the value itself only gives out copies of its tensors, so that no provider
+            can describe the live tensors.
         optional: Patterns of objects that a checkpoint may lack without an error, such as options
-            that older versions did not store; the value's path is `part`: `"part/options"`.
+            that older versions did not store. The value's path is `part`, so a pattern is, for
+            example, `"part/options"`.
 
     Raises:
         AssertionError: The provider breaks the contract; the message says how.
@@ -77,7 +78,7 @@ def check_provider(
         stored = store({"part": value}, providers=providers)
         description_is_whole(stored)
         description_repeats(stored, {"part": value})
-        # The comparison above misses a change that both descriptions show.
+        # The comparison above misses a change that both descriptions already show.
         assert values.equal(value, make()), "describing changes the value"
         values_together_are_as_each(make, providers)
         if not copies:
@@ -112,7 +113,7 @@ def check_provider(
 
 @dataclass(frozen=True)
 class _Values:
-    """The provider author's functions; each result is checked."""
+    """The functions that the provider's author passed; checks each of their results."""
 
     make: Callable[[], object]
     _change: Callable[[Any], object]

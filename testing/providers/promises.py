@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _CONTAINERS = frozenset({"dict", "list", "tuple"})
 
-_MOST = 8  # of the objects of one value, spread over all of them
+_MOST = 8  # the most objects of one value to check, spread over all its objects
 
 DTYPES_THAT_NUMPY_LACKS = ("bfloat16", "float8_e4m3fn")
 _MOST_VISITED = 100_000  # objects: a value may refer to half the process
@@ -150,7 +150,7 @@ def _facts(placement: Placement) -> list[object]:
 def check_source(source: ByteSource, itemsize: int) -> None:
     """Check that a source returns the same bytes whole, in pieces, as a view and by lines.
 
-    It must not keep a buffer.
+    Also checks that the source keeps no buffer.
 
     Raises:
         AssertionError: The source breaks a promise.
@@ -193,8 +193,8 @@ def each_object_that_is_not_there_is_missing(
 ) -> None:
     """Check that an object that is not stored is reported as missing, or as a problem.
 
-    A restored value without the object is right too, as an optimizer drops state that the
-    checkpoint lacks.
+    The check also passes if the restored value lacks the object, as when an optimizer drops state
+    that the checkpoint lacks.
 
     Args:
         stored: The checkpoint of a value.
@@ -314,8 +314,8 @@ def describing_after_a_change_sees_it(
 ) -> None:
     """Check that a description after a change shows the changed value and its memory."""
     value: Any = make()
-    # Held until the later description is made: at the same address, a provider that caches by
-    # address would pass.
+    # Held until the later description is made. If it were freed, the later one could get the same
+    # address, and a provider that wrongly caches by address would pass.
     earlier = store({"part": value}, providers=providers)
     changed = change(value)
     value = value if changed is None else changed

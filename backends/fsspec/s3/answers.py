@@ -48,8 +48,8 @@ _HINTS = {
     "403": "the credentials lack the permission for this, or for listing the bucket",
     "400": "have the credentials expired, or is the bucket in another region (options.region)?",
     "401": "check the credentials",
-    "EntityTooLarge": "the store takes no blob that large",
-    "NotImplemented": "the store lacks this part of S3; set conditional_put = 'no' if that is it",
+    "EntityTooLarge": "the store accepts no blob of this size",
+    "NotImplemented": "the store lacks this part of S3; for a put, set conditional_put = 'no'",
     "PermanentRedirect": "set options.region to the region of the bucket",
     "AuthorizationHeaderMalformed": "set options.region to the region of the bucket",
 }
@@ -64,7 +64,7 @@ _CREDENTIALS = (
     "UnauthorizedSSOTokenError",
     "RefreshWithMFAUnsupportedError",
 )
-# Of these, the errors of an agent or a metadata service: a retry may succeed.
+# The credential errors of an agent or a metadata service, for which a retry may succeed.
 _CREDENTIALS_AGAIN = ("CredentialRetrievalError", "MetadataRetrievalError")
 _TIMEOUTS = ("ConnectTimeoutError", "ReadTimeoutError")
 _NETWORK = (

@@ -59,7 +59,7 @@ _MARKERS = {
 
 
 class S3Store(Store):
-    """Keeps blobs as objects under a prefix, without renames and caches.
+    """Keeps blobs as objects under a prefix. Uses no renames and no caches.
 
     A forked child must not use its parent's store.
     """
@@ -139,9 +139,9 @@ class S3Store(Store):
         self.call("put_object", "publish", name, needs=("ETag",), body=(memoryview(data),))
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        # Repeating it is safe, since it never replaces a record. But once an attempt had an unknown
-        # outcome (a reset, a timeout, any 5xx), a later 412 may be about this very record. Then
-        # this reports an unknown outcome, not a lost race.
+        # Repeating the put is safe, since it never replaces a record. But after an attempt with an
+        # unknown outcome (a reset, a timeout, any 5xx), a later 412 may be due to this very record.
+        # So it is reported as an unknown outcome, not as a lost race.
         unknown: list[Exception] = []
 
         def attempt() -> None:
@@ -158,7 +158,7 @@ class S3Store(Store):
                     msg = (
                         f"{place('publish', name, self.url)}: unknown outcome. An answer was lost "
                         f"({self._scrub(str(unknown[0]))}), and by now the name is taken, "
-                        "perhaps by this very record: read it to learn whose it is"
+                        "perhaps by this very record: read the record to find out"
                     )
                     raise StorageError(msg) from error
                 if not is_definite(error):
@@ -185,7 +185,7 @@ class S3Store(Store):
             self._delete_batch(list(dict.fromkeys(names[at : at + _DELETE_AT_ONCE])))
 
     def sweep(self, before_s: float) -> None:
-        """Abort uploads that began before `before_s` and got no part since."""
+        """Abort uploads that began before `before_s` and have received no part since."""
         skip = len(self.prefix)
         for page in self.pages("list_multipart_uploads", "sweep", Prefix=self.prefix):
             for upload in page.get("Uploads", ()):
@@ -233,7 +233,7 @@ class S3Store(Store):
             parameters["Key"] = self.prefix + name
 
         def attempt() -> dict[str, Any]:
-            # A new stream for each attempt: the last attempt may have read part of its stream.
+            # A new stream for each attempt: an earlier attempt may have read part of its stream.
             sent = {} if body is None else _body(body)
             answer: dict[str, Any] = request(Bucket=self.bucket, **parameters, **sent)
             _check_whole(answer, needs)
@@ -242,7 +242,7 @@ class S3Store(Store):
         return self._try(what, name, attempt, stop=stop)
 
     def pages(self, operation: str, what: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a listing, and request each page on demand."""
+        """Yield the pages of a listing; requests each page only when it is needed."""
         seen: set[tuple[object, ...]] = set()
         while True:
             page = self.call(operation, what, "", needs=("IsTruncated",), **parameters)
@@ -260,8 +260,8 @@ class S3Store(Store):
             marker = tuple(page[field] for field in _MARKERS[operation].values())
             if marker in seen:
                 msg = (
-                    f"{place(what, '', self.url)}: the store names the same next page twice; the "
-                    "listing would never end"
+                    f"{place(what, '', self.url)}: the store names the same next page twice, so "
+                    "the listing would never end"
                 )
                 raise StorageError(msg)
             seen.add(marker)
@@ -287,7 +287,7 @@ class S3Store(Store):
     def _check_range(self, span: Span, answer: dict[str, Any]) -> None:
         header = str(answer.get("ContentRange", ""))  # bytes 0-99/1000
         size = header.rpartition("/")[2]
-        # First, since a truncated blob is damaged, and another attempt would not help.
+        # Checked first: a truncated blob is damaged, and another attempt would not help.
         if size.isdigit() and int(size) < span.stop:
             msg = (
                 f"cannot read bytes {span.start} to {span.stop} of {span.name} on {self.url}: "

@@ -26,7 +26,7 @@ _OK, _REDIRECT, _REFUSED = 200, 300, 400  # the first status of success, redirec
 _SEND_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _TEXT_BYTES = 16 << 20  # a page of a listing has at most 1,000 names of 1,024 bytes, escaped
-_SHOWN_CHARS = 100  # of a header that a server sent
+_SHOWN_CHARS = 100  # the most characters of a server's header that a message shows
 _IDLE_S = 30.0
 
 
@@ -77,11 +77,11 @@ def connect(config: FsspecConfig, options: S3Options) -> tuple[Any, Transport]:
 class Transport:
     """Sends requests through botocore's HTTP session, with additional rules. Thread-safe.
 
-    * Raises an error for an unstreamed answer that is incomplete or too long. Otherwise a store
-      could exhaust the memory of this process.
+    * Raises an error for an unstreamed answer that is incomplete or too long. Without the limit, a
+      store could exhaust the memory of this process.
     * Sends bodies without `Expect: 100-continue`, which would cost one more round trip.
     * Does not reuse a connection that was idle for long: firewalls forget such connections, and
-      then drop packets silently.
+      drop their packets silently.
 
     Args:
         config: Has the number of requests in flight, and the timeout.
@@ -104,7 +104,8 @@ class Transport:
         self._session = URLLib3Session(
             verify=verify,  # pyright: ignore[reportArgumentType] - botocore takes names of files, too
             proxies=get_environ_proxies(endpoint_url),
-            # To connect, and to read. The first also limits how long a piece of a body may take.
+            # For connecting and for reading. The first also limits the time to send one piece of a
+            # body.
             timeout=(config.timeout_s, config.timeout_s),
             max_pool_connections=config.parallel + 4,
             # Otherwise a body waits for up to 40 ms until the store acknowledges its head.
@@ -138,7 +139,7 @@ class Transport:
         return answer
 
     def close(self) -> None:
-        """Close idle connections; each other connection closes after its answer is read."""
+        """Close idle connections. Every other connection closes after its answer is read."""
         self._session.close()
 
     def _close_idle(self) -> None:
@@ -153,8 +154,8 @@ class Transport:
 class Views(io.RawIOBase):
     """A file object over memory, which botocore sends as a body without copying it.
 
-    `read` ignores the requested size. It returns large pieces, but small enough that a slow network
-    accepts each within the timeout.
+    `read` ignores the requested size. Its pieces are large, but small enough that a slow network
+    accepts each of them within the timeout.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -206,7 +207,7 @@ def _check_head(request: Any, answer: Any) -> None:
             raise BrokenAnswerError(msg)
     body = request.body
     if isinstance(body, Views) and body.tell() < len(body) and answer.status_code < _REDIRECT:
-        msg = "the answer reports success, but the body was not sent to its end"
+        msg = "the answer reports success before the body was sent to its end"
         raise BrokenAnswerError(msg)
 
 
@@ -226,7 +227,7 @@ def _is_chunked(coding: str) -> bool:
 
 
 def _text(raw: Any) -> Any:
-    """Read a whole answer, up to the limit, and return it in the form that botocore expects."""
+    """Read a whole answer, and return it in the form that botocore expects; refuse long answers."""
     from urllib3 import HTTPResponse  # noqa: PLC0415 - comes with botocore
 
     text = io.BytesIO()

@@ -1,6 +1,7 @@
 """Writes one S3 blob: cuts it into parts by offset, and uploads full parts while others fill.
 
-A part refers to the caller's memory while its batch runs; then it copies the bytes not yet sent.
+While its batch runs, a part refers to the caller's memory. When the batch ends, the part copies the
+bytes that are not sent yet.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PART_UNIT = 1 << 20
 # A request takes two milliseconds of CPU; core has sixteen such parts in flight at once.
 _MOST_BYTES = 16 << 20
 _PARTS = 32
-_LENT_BYTES = 1 << 20  # less is copied, which is cheaper than a call to send it
+_LENT_BYTES = 1 << 20  # shorter buffers are copied, which is cheaper than a call to send each
 
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -85,13 +86,13 @@ class S3Writer(StoreWriter):
         self._memory = store.memory
         self._uploads = store.transfers
         self._checksums = store.config.checksums
-        # The lane, `seal` and `abort` use the fields below one after the other, without a lock.
+        # The lane, `seal` and `abort` never run at the same time, so these fields need no lock.
         self._open: dict[int, Part] = {}
         self._newest = 0  # the last part that has been written to
         self._upload_id: Future[str] | None = None
         self._sent: dict[int, Future[dict[str, Any]]] = {}
         if (size_hint or 0) > self._part_bytes:
-            self._begin_upload()  # so the first part need not wait for the answer
+            self._begin_upload()  # early, so that the first part does not wait for the answer
 
     def _take(self, request: WriteRequest, batch: Batch) -> None:
         if not request.length:
@@ -109,7 +110,7 @@ class S3Writer(StoreWriter):
             self._send(self._open.pop(min(self._open)), self._part_bytes, batch)
 
     def _is_complete(self, index: int, part: Part) -> bool:
-        """Return whether a part can be uploaded, since no later request writes to it.
+        """Return whether a part can be uploaded because no later request writes to it.
 
         A part whose last page is not full may be the end of the blob. It waits for a write to a
         later part, since `seal` cannot cut an uploaded part.
@@ -157,7 +158,7 @@ class S3Writer(StoreWriter):
             raise StorageError(msg)
         if index >= MAX_PARTS:
             msg = (
-                f"{self._where('write')}: a blob has at most {MAX_PARTS:,} parts, here of "
+                f"{self._where('write')}: a blob has at most {MAX_PARTS:,} parts, and each has "
                 f"{self._part_bytes:,} bytes: raise part_bytes, or give `create` a size_hint"
             )
             raise StorageError(msg)
@@ -301,7 +302,7 @@ class S3Writer(StoreWriter):
         """Abort the upload after its parts in flight end."""
         for part in self._sent.values():
             part.cancel()
-        # A part that arrives after the abort would stay stored, and cost money. Besides, the caller
+        # A part that arrives after the abort would stay stored, and cost money. Also, the caller
         # may reuse its memory once `abort` returns.
         wait(self._sent.values())
         self._sent.clear()

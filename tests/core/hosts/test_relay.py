@@ -138,7 +138,7 @@ def test_a_rank_that_never_offers_is_abandoned_for_good():
     with relays(one_way(1), clock=clock) as found:
         target, future = fetch(found[1], 0, 3)
         hurry(clock)
-        assert "did nothing for 200 s" in str(failure(found[1], future))
+        assert "was silent for 200 s" in str(failure(found[1], future))
         outlast(found[0], found[0].offer(place(3), (1,), memoryview(LARGE)))
         time.sleep(0.1)
         assert not any(target)

@@ -274,7 +274,7 @@ def test_a_listing_that_repeats_a_marker_is_an_error(at):
     )
     with (
         ScriptedServer(answering_all(lambda _: ok(more))) as server,
-        pytest.raises(StorageError, match="twice; the listing would never end"),
+        pytest.raises(StorageError, match="twice, so the listing would never end"),
     ):
         at(server.url).list("")
     assert len(server.heads) == 2
