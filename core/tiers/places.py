@@ -144,7 +144,7 @@ class TierRoots:
             return False
 
     def _read_all(self, *, despite_pause: bool) -> tuple[dict[int, RootRecord | None], set[int]]:
-        """Return the records of tiers that answer, and the numbers of those with a damaged record."""
+        """Return the records of the tiers that answer, and the tiers with a damaged record."""
         records: dict[int, RootRecord | None] = {}
         damaged: set[int] = set()
         for number, tier in enumerate(self._tiers):
