@@ -58,7 +58,7 @@ def test_a_slot_of_a_sealed_rank_has_at_most_512_bytes():
 def test_terms_round_trip_and_too_large_ones_are_refused():
     post = GoPost("save", {"step": 100, "uid": "0" * 32, "retention": {"keep_last": 3}})
     assert posts.decode(GoPost, posts.encode(post)) == post
-    with pytest.raises(FormatError, match="more than the 16384"):
+    with pytest.raises(FormatError, match="a post has at most 16384"):
         posts.encode(GoPost("save", {"names": "x" * 20_000}))
 
 

@@ -41,6 +41,7 @@ def test_later_process_wins_and_no_steps_are_mixed(store):
         for number in (begun + 1, begun + 2):
             first.step(number + 3 - begun)
             assert one.log(first.state, number + 3 - begun)
+            one._log.recorder.flush()  # so that the other process is the later one
             second.step(number)
             assert two.log(second.state, number)
         first.step(6)
