@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -38,6 +37,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from penstock.core.types import BlobInfo, ReadRequest
 
@@ -167,28 +167,9 @@ class HostsBackend(DelegatingBackend, HostRoots):
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read with `submit_read` of this host's root; if it lacks a blob, with this `read`."""
-        read_all = partial(Backend.submit_read, self, requests)
         if any(request.name in self._known for request in requests):
-            return read_all()
-        done: Future[None] = Future()
-
-        def settle(read: Future[None]) -> None:
-            if (error := read.exception()) is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        def own_is_over(own: Future[None]) -> None:
-            if not isinstance(own.exception(), BlobNotFoundError):
-                settle(own)
-                return
-            try:
-                read_all().add_done_callback(settle)
-            except RuntimeError as error:
-                done.set_exception(StorageError(f"closed during the read: {error}"))
-
-        self.inner.submit_read(requests).add_done_callback(own_is_over)
-        return done
+            return Backend.submit_read(self, requests)
+        return self._submit_or_read(self.inner, requests, BlobNotFoundError)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Read a record from the first root that has it, starting with this host's root."""

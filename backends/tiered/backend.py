@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from penstock.core.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+    from concurrent.futures import Future
 
     from penstock.core.abc import BlobWriter, RootRecord
     from penstock.core.types import BlobInfo, Capabilities, ReadRequest, WriteRequest
@@ -279,27 +279,7 @@ class TieredBackend(Backend):
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read with the fastest tier's `submit_read`; if that fails, retry with `read`."""
-        done: Future[None] = Future()
-
-        def settle(read: Future[None]) -> None:
-            if (error := read.exception()) is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        def first_is_over(first: Future[None]) -> None:
-            if not isinstance(first.exception(), StorageError):
-                settle(first)
-                return
-            try:
-                read_again = super(TieredBackend, self).submit_read(requests)
-            except RuntimeError as error:
-                done.set_exception(StorageError(f"closed during the read: {error}"))
-            else:
-                read_again.add_done_callback(settle)
-
-        self._backends[0].submit_read(requests).add_done_callback(first_is_over)
-        return done
+        return self._submit_or_read(self._backends[0], requests, StorageError)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Read a record from the fastest tier that has it."""

@@ -255,6 +255,32 @@ class Backend(ABC):
         """Call `read(requests)` in the background; the targets are in use until the future ends."""
         return self._executor().submit(lambda: self.read(requests))
 
+    def _submit_or_read(
+        self, first: Backend, requests: Sequence[ReadRequest], failure: type[StorageError]
+    ) -> Future[None]:
+        """Read with `submit_read` of another backend; if that fails so, with this one's `read`."""
+        done: Future[None] = Future()
+
+        def settle(read: Future[None]) -> None:
+            if (error := read.exception()) is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def first_is_over(read: Future[None]) -> None:
+            if not isinstance(read.exception(), failure):
+                settle(read)
+                return
+            try:
+                read_again = Backend.submit_read(self, requests)
+            except RuntimeError as error:
+                done.set_exception(StorageError(f"closed during the read: {error}"))
+            else:
+                read_again.add_done_callback(settle)
+
+        first.submit_read(requests).add_done_callback(first_is_over)
+        return done
+
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Return a whole small record, never a mix of two versions.
 
