@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tests.integration.log.tiny import Tiny, bits_of
+from tests.integration.log.tiny import Tiny, bits_of, logged_with
 
 import penstock
 from penstock.core.errors import LostRaceError
@@ -132,14 +132,8 @@ def test_inspecting_s3_imports_no_fsspec_or_torch(config, folder, s3_url):
 
 @pytest.mark.parametrize(("sync", "objects"), [(1, 9), (None, 2)])
 def test_log_has_one_object_for_log_sync_steps(config, proxy, sync, objects):
-    training = Tiny()
     with penstock.Checkpointer.from_config({**config, "log_sync": sync}) as checkpointer:
-        for step in range(10):
-            training.step(step)
-            if step:
-                assert checkpointer.log(training.state, step)
-            else:
-                checkpointer.save(training.state, 0, mode="blocking")
+        logged_with(checkpointer, 9)
     assert len(proxy.requests("PUT", ".log")) == objects
     found = Tiny(seed=9)
     with penstock.Checkpointer.from_config(config) as checkpointer:

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.integration.log.tiny import Tiny, WithoutAppends, logged, restored
+from tests.integration.log.tiny import Tiny, WithoutAppends, logged, logged_with, restored
 from tests.integration.support import memory
 
 import penstock
@@ -191,14 +191,8 @@ def segments_of(store):
 )  # fmt: skip
 def test_object_store_gets_one_object_for_log_sync_steps(wrap, sync, last, count):
     inner = memory()
-    training = Tiny()
     with penstock.Checkpointer(wrap(inner), log_sync=sync) as ckpt:
-        for number in range(last + 1):
-            training.step(number)
-            if number:
-                assert ckpt.log(training.state, number)
-            else:
-                ckpt.save(training.state, 0, mode="blocking")
+        logged_with(ckpt, last)
         ckpt._log.recorder._writing.flush()
         assert len(segments_of(inner)) == count
         assert ckpt.latest() == last  # asks for the rest
@@ -209,14 +203,8 @@ def test_failed_sync_of_entries_that_are_asked_for_ends_the_log(caplog):
     inner = memory()
     store = FaultyBackend(WithoutAppends(inner))
     store.fail("seal", penstock.StorageFullError("no space left"), match=".log")
-    training = Tiny()
     with penstock.Checkpointer(store, log_sync=9) as ckpt:
-        for number in range(3):
-            training.step(number)
-            if number:
-                assert ckpt.log(training.state, number)
-            else:
-                ckpt.save(training.state, 0, mode="blocking")
+        training = logged_with(ckpt, 2)
         assert ckpt.latest() == 0
         assert "ends after step 2: no space left. The next save begins" in caplog.text
         training.step(3)

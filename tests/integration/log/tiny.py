@@ -41,14 +41,19 @@ def bits_of(step):
 
 def logged(store, *, last=4, **options):
     """Train, save step 0, and log the steps up to `last`."""
-    training = Tiny()
     with penstock.Checkpointer(store, **options) as ckpt:
-        for number in range(last + 1):
-            training.step(number)
-            if number:
-                assert ckpt.log(training.state, number)
-            else:
-                ckpt.save(training.state, 0, mode="blocking")
+        return logged_with(ckpt, last)
+
+
+def logged_with(ckpt, last):
+    """Train, save step 0, and log the steps up to `last`; return the training."""
+    training = Tiny()
+    for number in range(last + 1):
+        training.step(number)
+        if number:
+            assert ckpt.log(training.state, number)
+        else:
+            ckpt.save(training.state, 0, mode="blocking")
     return training
 
 

@@ -306,10 +306,10 @@ def test_host_that_dies_ends_the_restore_by_name(tmp_path, how, kind):
             assert process.stdout.readline() == "reads\n"
         os.kill(processes[0].pid, how)
         (root / "go").touch()
-        told = [process.stdout.readline().split("|") for process in processes[1:]]
-        print(told)
-        assert all("rank 0" in text for _, _, text in told)
+        reports = [process.stdout.readline().split("|") for process in processes[1:]]
+        print(reports)
+        assert all("rank 0" in text for _, _, text in reports)
         if kind == "tiered":  # rank 1 has read its bytes from the durable tier
-            assert [equal for equal, _, _ in told] == ["True", "True"]
+            assert [equal for equal, _, _ in reports] == ["True", "True"]
     finally:
         end(processes)
