@@ -159,8 +159,9 @@ class EntryEncoder:
                 offset, end = end, end + data.nbytes
                 kinds["enc"].append(data)
             else:
-                gap, offset = -layout.end, layout.place(plan.chunks[number])
-                kinds["raw"] += memoryview(bytes(gap + offset)), data
+                written = layout.end
+                offset = layout.place(plan.chunks[number])
+                kinds["raw"] += memoryview(bytes(offset - written)), data
             if frame is None:
                 blocks = frame_blocks(offset, data.nbytes, request.block_bytes)
                 sums = tuple(checksum_blocks(data, blocks))
