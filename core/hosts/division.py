@@ -60,7 +60,7 @@ class PlannedRange(NamedTuple):
         offset: The offset of the frame in the blob.
         block_bytes: The distance between checksum cuts; 0 for an encoded frame.
         start: The first byte, counted from the start of the chunk.
-        stop: The end of the range, counted likewise.
+        stop: The end of the range, counted from the same place.
     """
 
     blob: int

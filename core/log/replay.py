@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _OPTIONS = "param_groups", "0", "lr"
-"""A path below an optimizer that stands for its options: all are restored if it is selected."""
+"""A path below an optimizer that represents its options: all are restored if it is selected."""
 
 
 _AHEAD = 2  # steps whose entries are read ahead: decoding takes longer than most steps
