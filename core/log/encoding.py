@@ -19,7 +19,6 @@ from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.index import encode_blocks, merged
 from penstock.core.format.records import blob_name, commit_name
 from penstock.core.format.strict_json import dump_json
-from penstock.core.log.recut import cuts_of
 from penstock.core.log.replayed import stored_step
 from penstock.core.pipeline.chunks import ChunkResult
 from penstock.core.pipeline.codec_chain import checksum_blocks
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Node, StateObject
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
-    from penstock.core.log.recut import Cut
     from penstock.core.log.steps import LoggedStep
     from penstock.core.pipeline.codec_chain import EncodedFrame
     from penstock.core.plan.save import Chunk, SavePlan
@@ -89,10 +87,9 @@ class EntryEncoder:
         )
         self._table = ChainTable(self._config, registry)
         self._known = Known()
-        self._cuts: dict[object, Cut] = {}
-        # Memory that the next entry reuses: faulting in new pages takes as long as the codecs.
-        self._flat: list[dict[str, Any]] = []  # for each step, its flat gradients by dtype
-        self._frames: dict[int, memoryview] = {}  # encoded frames, by chunk number
+        # Encoded frames, by chunk number. The next entry reuses their memory: faulting in new pages
+        # takes as long as the codecs.
+        self._frames: dict[int, memoryview] = {}
 
     def encode(self, entry: Entry) -> dict[str, Sequence[Buffer]]:
         """Encode an entry as the files of a checkpoint.
@@ -101,26 +98,14 @@ class EntryEncoder:
             The buffers of each file, by name; valid until the next call.
 
         Raises:
-            NotLoggedError: The entry cannot be replayed exactly.
+            RefutedError: A replay gives other bits than training.
             PenstockError: The entry cannot be encoded as a valid checkpoint.
         """
-        self._flat += [{} for _ in entry.steps[len(self._flat) :]]
-        steps = [
-            stored_step(step, path, self._cut_of, flat)
-            for (path, step), flat in zip(entry.steps, self._flat, strict=False)
-        ]
+        steps = [stored_step(step, path) for path, step in entry.steps]
         for (_, step), stored in zip(entry.steps, steps, strict=True):
             if step.proof is not None:
                 step.proof.check(step.replayer, stored)
-            step.release()
         return self._files(self._request(entry, steps))
-
-    def _cut_of(self, tensor: Any) -> Cut:
-        """Return the whole shape of a DTensor and this rank's regions, cached for later entries."""
-        key = tensor.device_mesh, tensor.placements, tensor.shape
-        if key not in self._cuts:
-            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
-        return self._cuts[key]
 
     def _request(self, entry: Entry, steps: Sequence[Mapping[str, Any]]) -> SaveRequest:
         known = Known(self._known)

@@ -12,11 +12,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import Unit
+from penstock.core.log.grads import NotLoggedError, local_of
 from penstock.core.log.replayed import digest_of, step_again
 from penstock.core.log.steps import (
-    NotLoggedError,
     detached,
-    local_of,
     parameters_of,
     with_groups,
 )

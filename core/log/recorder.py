@@ -20,15 +20,15 @@ from penstock.core.catalog.survey import places_of
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
 from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
 from penstock.core.log.encoding import STATE, Entry, EntryEncoder
+from penstock.core.log.grads import NotLoggedError, local_of
 from penstock.core.log.proof import RefutedError, begin_proof
+from penstock.core.log.recut import cuts_of
 from penstock.core.log.replayed import digest_of
 from penstock.core.log.segments import SegmentWriter
 from penstock.core.log.steps import (
     LoggedStep,
-    NotLoggedError,
     StepWatch,
     has_only,
-    local_of,
     options_of,
     parameters_of,
     storages_of,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.grads import Cut
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tiers.room import TierRoom
@@ -124,13 +125,14 @@ class Recorder:
         self._config = config
         self._registry = registry
         self._workers = workers
-        self._watch = StepWatch(registry.replayer, begin_proof)
+        self._watch = StepWatch(registry.replayer, begin_proof, self._cut_of, self._idle)
         self._logs: list[_Log] = []
         self._last = -1
         self._skipped = _DIGEST_EVERY  # entries without a digest
         self._digested_s = self._digest_s = 0.0  # time of the last digest, and its duration
         self._writing: _Writing | None = None
         self._known = Known()
+        self._cuts: dict[object, Cut] = {}
         # Memory, version and sample with which the log or the base has each parameter that no
         # optimizer changes. The source keeps the memory alive, so that no other tensor gets its
         # address.
@@ -213,7 +215,7 @@ class Recorder:
     def pause(self, reason: str) -> None:
         """Log nothing until the next save or restore, because the state is not a checkpoint's."""
         self._drop(self._logs)
-        self._watch.clear()
+        self._watch.pause(reason)
         self.ended = reason
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
@@ -250,6 +252,7 @@ class Recorder:
         """
         if not self.ended:
             self.ended = reason
+            self._watch.pause(reason)
             self._refuted = reason if refuted else ""
             log.warning(
                 "the log of gradients ends after step %d: %s. %s",
@@ -300,6 +303,17 @@ class Recorder:
         rank, world_size = self.place
         if self._room is not None and rank == 0:
             self._room.make_room_for_log(entry_bytes * world_size)
+
+    def _idle(self) -> None:
+        if self._writing is not None:
+            self._writing.flush()
+
+    def _cut_of(self, tensor: Any) -> Cut:
+        """Return the whole shape of a DTensor and this rank's regions, cached for later entries."""
+        key = tensor.device_mesh, tensor.placements, tensor.shape
+        if key not in self._cuts:
+            (self._cuts[key],) = cuts_of([tensor], self._registry.providers)
+        return self._cuts[key]
 
     def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
@@ -532,6 +546,7 @@ class _Writing:
             except BaseException as error:  # noqa: BLE001 - recorded: training continues
                 for writer in work[1]:
                     writer.end()  # a later entry would follow a gap
+                self._encoder = None  # a backend may still read its memory
                 self._recorder.end(str(error), refuted=isinstance(error, RefutedError))
             del work
             self._queue.task_done()

@@ -9,20 +9,18 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.abc import StateObject
-from penstock.core.log.steps import NotLoggedError, local_of
+from penstock.core.log.grads import NotLoggedError, local_of
 from penstock.core.plan.regions import common_region, relative
 from penstock.core.tree.describe import describe_tree
 from penstock.core.types import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from typing import TypeAlias
 
     import torch
 
+    from penstock.core.log.grads import Cut
     from penstock.core.tree.containers import Providers
-
-    Cut: TypeAlias = tuple[tuple[int, ...], tuple[Region, ...]]
 
 
 def cuts_of(tensors: Sequence[torch.Tensor], providers: Providers) -> list[Cut]:

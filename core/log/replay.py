@@ -22,11 +22,11 @@ from penstock.core.format.strict_json import load_json
 from penstock.core.limits import RECORD_LIMIT_BYTES
 from penstock.core.log.archive import EntryBackend, EntryLoader
 from penstock.core.log.encoding import LAYOUT, OPTIONS, STATE, STEPS
+from penstock.core.log.grads import NotLoggedError
 from penstock.core.log.recorder import optimizers_of
 from penstock.core.log.recut import recut
 from penstock.core.log.replayed import CUT, cut_digest, take_again
 from penstock.core.log.steps import (
-    NotLoggedError,
     parameters_of,
     set_options,
     storages_of_step,

@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Any, cast
 import xxhash
 
 from penstock.core.foreign import said
+from penstock.core.log.grads import NotLoggedError, local_of
 from penstock.core.log.steps import (
-    NotLoggedError,
     copied_options,
-    local_of,
     parameters_of,
     tensors_of,
-    version_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
-    from penstock.core.log.recut import Cut
+    from penstock.core.log.grads import Grads
     from penstock.core.log.steps import LoggedStep
 
 
@@ -37,61 +35,17 @@ CUT = "cut"
 """The key, in an engine, of the digest of the parts of parameters that a rank holds."""
 
 
-def stored_step(
-    step: LoggedStep, path: str, cut_of: Callable[[Any], Cut], kept: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Return a step as a tree to save, with one flat tensor for the gradients of each dtype.
-
-    Args:
-        step: The step.
-        path: The path of its optimizer.
-        cut_of: Returns the whole shape and the regions of a DTensor.
-        kept: The flat tensors of an earlier step, by dtype. Their memory is reused.
-
-    Raises:
-        NotLoggedError: A gradient was changed after the step.
-    """
-    import torch  # noqa: PLC0415 - torch is loaded only to log
-
-    flat: dict[str, list[torch.Tensor]] = {}
-    grads: dict[str, torch.Tensor] = {}
-    layout: list[list[Any]] = []
-    with torch.no_grad():
-        for group in step.grads:
-            rows: list[Any] = []
-            for grad in group:
-                if grad is None:
-                    rows.append(None)
-                    continue
-                local = local_of(grad)
-                dtype = str(local.dtype).removeprefix("torch.")
-                flat.setdefault(dtype, []).append(local.reshape(-1))
-                # Stored because fused steps expect a gradient with the strides of its parameter.
-                stride = [] if local.is_contiguous() else list(local.stride())
-                row: list[Any] = [dtype, list(local.shape), stride]
-                if local is not grad:
-                    shape, regions = cut_of(grad)
-                    row += [list(shape), [[list(r.offsets), list(r.sizes)] for r in regions]]
-                rows.append(row)
-            layout.append(rows)
-        for name, tensors in flat.items():
-            grads[name] = kept.setdefault(name, torch.empty(0, dtype=tensors[0].dtype))
-            grads[name].resize_(sum(tensor.numel() for tensor in tensors))
-            if tensors[0].is_cpu:
-                torch.cat(tensors, out=grads[name])
-            else:
-                grads[name].copy_(torch.cat(tensors))
-    if [*map(version_of, step.tensors())] != list(step.versions):
-        msg = "a gradient was changed between the step and its copy (zero_grad(set_to_none=False)?)"
-        raise NotLoggedError(msg)
+def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
+    """Return a step, whose optimizer is at `path`, as a tree to save."""
+    grads = cast("Grads", step.grads)
     return {
         "optimizer": path,
         "engine": engine_of(step.optimizer, step.replayer),
         "captured": dict(step.captured),
         "digest": step.digest,
         "options": list(step.options),
-        "layout": layout,
-        "grads": grads,
+        "layout": grads.layout,
+        "grads": grads.on_host(),
     }
 
 

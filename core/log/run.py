@@ -23,11 +23,11 @@ from penstock.core.errors import (
     SelectionError,
 )
 from penstock.core.format.segment import log_prefix
+from penstock.core.log.grads import NotLoggedError
 from penstock.core.log.inventory import base_of, noting
 from penstock.core.log.recorder import Recorder
 from penstock.core.log.replay import LogReplay
 from penstock.core.log.segments import StoredLog, common_sessions, last_step, logs_of, sessions_of
-from penstock.core.log.steps import NotLoggedError
 from penstock.core.log.together import replay_together
 from penstock.core.log.verification import with_log
 from penstock.core.types import valid_step

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet, ref
 
-from penstock.core.errors import PenstockError
 from penstock.core.foreign import said
+from penstock.core.log.grads import NotLoggedError, copy_grads, local_of
 from penstock.core.save.fence import address_of
 from penstock.core.save.hooks import after_steps, before_steps
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.log.grads import Cut, Grads
     from penstock.core.log.proof import Proof
 
     Marks: TypeAlias = list[tuple[int, int, int]]
@@ -35,10 +36,6 @@ _NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
 
 _PROOFS = 2  # proofs of each optimizer: its first step may create the state that its second uses
-
-
-class NotLoggedError(PenstockError):
-    """A step cannot be replayed exactly, so the log ends; the message says why."""
 
 
 @dataclass(slots=True)
@@ -50,9 +47,10 @@ class LoggedStep:
         optimizer: The optimizer.
         replayer: Takes steps of this optimizer again.
         captured: The values that the replayer captured before and after the step.
-        grads: The gradient of each parameter of each group; None if it had no gradient.
-        versions: The version of each gradient at the step.
         options: The options of each group, without its parameters.
+        grads: The copied gradients; None: not copied yet.
+        uncopied: The gradient of each parameter of each group, and the version of each gradient.
+            These are weak references: a run that never logs must not pay with memory or time.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
         proof: Takes the step again after it is encoded; None: no proof was begun.
     """
@@ -61,43 +59,11 @@ class LoggedStep:
     optimizer: Any
     replayer: Replayer
     captured: Mapping[str, Any]
-    grads: Sequence[Sequence[Any]]
-    versions: Sequence[int]
     options: Sequence[Mapping[str, Any]]
+    grads: Grads | None = None
+    uncopied: tuple[Sequence[Sequence[Any]], Sequence[int]] = (), ()
     digest: str = ""
     proof: Proof | None = None
-
-    def keep(self) -> None:
-        """Hold strong references to the optimizer and the gradients.
-
-        Copies gradients that are views, because the next backward pass of DDP with
-        `gradient_as_bucket_view` writes into them. Their versions could miss such a write if they
-        are read during it.
-
-        Raises:
-            NotLoggedError: The optimizer or a gradient is gone.
-        """
-        if isinstance(self.optimizer, ref):
-            self.optimizer = self.optimizer()
-        self.grads = [[g() if isinstance(g, ref) else g for g in group] for group in self.grads]
-        if self.optimizer is None or len([*self.tensors()]) != len(self.versions):
-            msg = (
-                "this is the first call of log, and the gradients are gone: the first call must "
-                "come before zero_grad"
-            )
-            raise NotLoggedError(msg)
-        # If a gradient was changed, it keeps its old version, and `stored_step` raises the error.
-        if [*map(version_of, self.tensors())] == [*self.versions]:
-            self.grads = [[_without_base(grad) for grad in group] for group in self.grads]
-            self.versions = [*map(version_of, self.tensors())]
-
-    def release(self) -> None:
-        """Drop the gradients, so that training can reuse their memory."""
-        self.grads, self.versions = (), ()
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the gradients."""
-        return (grad for group in self.grads for grad in group if grad is not None)
 
 
 @dataclass(eq=False)
@@ -107,15 +73,19 @@ class StepWatch:
     Attributes:
         find: Returns the replayer of an optimizer; None if it has none.
         prove: Begins a proof before a step.
+        cut_of: Returns the whole shape of a DTensor and this rank's regions.
+        idle: Waits until the copied gradients of earlier steps are no longer used.
         steps: The steps, in order.
         strangers: The optimizers that stepped but were not in the state, by id.
         trouble: Why these steps cannot be logged; empty if they can be.
-        keeps: Whether to keep optimizers and gradients alive. False until the first call of `log`,
-            because a run that never logs must not pay with memory.
+        keeps: Whether to copy gradients. False until the first call of `log`, because a run that
+            never logs must not pay with time and memory.
     """
 
     find: Callable[[Any], Replayer | None]
     prove: Callable[[Any, Replayer, Mapping[str, Any]], Proof | None]
+    cut_of: Callable[[Any], Cut]
+    idle: Callable[[], None]
     steps: list[LoggedStep] = field(default_factory=list)
     strangers: dict[int, Callable[[], Optimizer | None]] = field(default_factory=dict)
     trouble: str = ""
@@ -132,6 +102,9 @@ class StepWatch:
     _proofs: dict[int, Proof | None] = field(default_factory=dict)
     _begun: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _random: dict[int, Sequence[bytes]] = field(default_factory=dict)
+    _kept: defaultdict[int, dict[str, torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """From now on, watch all steps of this process, and changes to these optimizers."""
@@ -150,6 +123,12 @@ class StepWatch:
         _watches.discard(self)
         self.clear()
 
+    def pause(self, reason: str) -> None:
+        """Until `start`, forget all steps and copy no gradients."""
+        self.clear()
+        self.trouble = reason
+        self._kept.clear()  # a backend may still read them after a write that timed out
+
     def check(self) -> None:
         """Check that no optimizer of the state has changed since its last step.
 
@@ -157,7 +136,8 @@ class StepWatch:
             NotLoggedError: The steps cannot be logged.
         """
         for step in self.steps:
-            step.keep()
+            if step.grads is None:
+                self._copy_late(step)
         for known, _ in self._after.values():
             if (optimizer := known()) is not None:
                 self._compare(optimizer)
@@ -219,24 +199,50 @@ class StepWatch:
             self.trouble = f"{kind} draws from the global generator of torch in its steps"
             self.steps = []
             return
-        grads: list[list[Any]] = [
-            [p.grad for p in group["params"]] for group in optimizer.param_groups
-        ]
         options = options_of(optimizer)
         captured = {**self._begun.pop(id(optimizer), {}), **replayer.capture(optimizer)}
-        step = LoggedStep(id(optimizer), optimizer, replayer, captured, grads, (), options)
-        if any(grad.is_sparse for grad in step.tensors()):
-            self.trouble = "a gradient is sparse"
-            return
-        step.versions = [*map(version_of, step.tensors())]
-        if not self.keeps:
+        step = LoggedStep(id(optimizer), optimizer, replayer, captured, options)
+        grads = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+        if self.keeps:
+            try:
+                self._copy(step, grads)
+            except NotLoggedError as error:
+                self.trouble = str(error)
+                return
+        else:
+            present = [grad for group in grads for grad in group if grad is not None]
+            references = [[g if g is None else ref(g) for g in group] for group in grads]
             step.optimizer = ref(optimizer)
-            step.grads = [[g if g is None else ref(g) for g in group] for group in grads]
+            step.uncopied = references, [*map(version_of, present)]
         if proof is not None:
             proof.finish(optimizer)
             step.proof = proof
         self.steps.append(step)
         self._mark(optimizer)
+
+    def _copy(self, step: LoggedStep, grads: Sequence[Sequence[Any]]) -> None:
+        self.idle()
+        step.grads = copy_grads(grads, self.cut_of, self._kept[step.key])
+
+    def _copy_late(self, step: LoggedStep) -> None:
+        """Copy the gradients of a step that was taken before the first call of `log`."""
+        references, versions = step.uncopied
+        grads = [[g if g is None else g() for g in group] for group in references]
+        present = [grad for group in grads for grad in group if grad is not None]
+        step.optimizer = step.optimizer()
+        if step.optimizer is None or len(present) != len(versions):
+            msg = (
+                "this is the first call of log, and the gradients are gone: the first call must "
+                "come before zero_grad"
+            )
+            raise NotLoggedError(msg)
+        if [*map(version_of, present)] != versions:
+            msg = (
+                "this is the first call of log, and a gradient was changed after the step: the "
+                "first call must come before zero_grad"
+            )
+            raise NotLoggedError(msg)
+        self._copy(step, grads)
 
     @contextmanager
     def noting_failures(self, optimizer: Optimizer) -> Iterator[None]:
@@ -378,12 +384,6 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
     )
 
 
-def local_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor; other tensors as they are."""
-    local: torch.Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor  # noqa: SLF001 - without the copy of `to_local`
-    return local
-
-
 def version_of(tensor: Any) -> int:
     """Return the version of a tensor, which rises with each change in place."""
     return int(tensor._version)  # noqa: SLF001 - torch has no public name for it
@@ -397,13 +397,6 @@ def _random_states(optimizer: Optimizer) -> list[bytes]:
     own = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
     generators = (torch.default_generator, *own)
     return [generator.get_state().numpy().tobytes() for generator in generators]
-
-
-def _without_base(grad: Any) -> Any:
-    """Return a gradient; a copy if it is a view. DTensors stay: FSDP makes new ones each step."""
-    if grad is None or hasattr(grad, "_local_tensor") or grad._base is None:  # noqa: SLF001 - no public name
-        return grad
-    return grad.detach().clone()
 
 
 def _marks(optimizer: Optimizer) -> Marks:

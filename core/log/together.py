@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.errors import CoordinationError, PenstockError, RankError
+from penstock.core.log.grads import NotLoggedError
 from penstock.core.log.segments import Session, common_sessions
-from penstock.core.log.steps import NotLoggedError
 from penstock.core.ranks.group import cause_of
 from penstock.core.ranks.session import RankSession
 from penstock.core.restore.together import LAST_STEPS
