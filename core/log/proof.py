@@ -52,6 +52,10 @@ class Proof:
         """Store the digest of the original values after the step."""
         self.digest = digest_of(_part_of(optimizer, self.chosen))
 
+    def still_holds(self, optimizer: Optimizer) -> bool:
+        """Return whether the original values are still those after the step."""
+        return self.digest == digest_of(_part_of(optimizer, self.chosen))
+
     def check(self, replayer: Replayer, stored: Mapping[str, Any]) -> None:
         """Take the stored step with the copies, and compare digests. Any thread may call this.
 

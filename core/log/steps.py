@@ -141,6 +141,10 @@ class StepWatch:
         for known, _ in self._after.values():
             if (optimizer := known()) is not None:
                 self._compare(optimizer)
+        for step in () if self.trouble else self.steps:
+            if step.proof is not None and not step.proof.still_holds(step.optimizer):
+                kind = type(step.optimizer).__name__
+                self.trouble = f"a parameter of {kind} was changed through Tensor.data after a step"
         if self.trouble:
             raise NotLoggedError(self.trouble)
 
@@ -407,7 +411,7 @@ def _marks(optimizer: Optimizer) -> Marks:
     groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
     return groups + [
         (id(tensor), version_of(tensor), address_of(local_of(tensor)))
-        for tensor in tensors_of(optimizer)
+        for tensor in tensors_of(optimizer, ordered=False)
     ]
 
 
@@ -418,29 +422,36 @@ def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
     return {*map(address_of, map(local_of, found))} - {0}
 
 
-def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return each parameter with the tensors of its state, then state that no parameter owns."""
+def tensors_of(optimizer: Optimizer, *, ordered: bool = True) -> list[torch.Tensor]:
+    """Return each parameter with the tensors of its state, then state that no parameter owns.
+
+    Args:
+        optimizer: The optimizer.
+        ordered: Whether state has the order of its keys; else that of its insertion, which is
+            faster.
+    """
     state: dict[Any, Any] = optimizer.state
     found: list[torch.Tensor] = []
-    _gather([(p, state.get(p, {})) for p in parameters_of(optimizer)], found)
-    _gather({key: value for key, value in state.items() if isinstance(key, str)}, found)
+    for parameter in parameters_of(optimizer):
+        _gather((parameter, state.get(parameter)), found, ordered=ordered)
+    shared = {key: value for key, value in state.items() if isinstance(key, str)}
+    _gather((shared,), found, ordered=ordered)
     return found
 
 
-def _gather(value: Any, found: list[torch.Tensor]) -> None:
+def _gather(values: Iterable[Any], found: list[torch.Tensor], *, ordered: bool = True) -> None:
     # Not a generator, which is slower: this runs three times in each step, for every tensor.
-    if hasattr(value, "untyped_storage"):
-        names = () if hasattr(value, "_local_tensor") else _parts_of(value)
-        if names:
-            _gather([getattr(value, name) for name in names], found)
-        else:
-            found.append(value)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=str):
-            _gather(value[key], found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _gather(item, found)
+    for value in values:
+        if hasattr(value, "untyped_storage"):
+            if hasattr(value, "_local_tensor") or not hasattr(value, "__tensor_flatten__"):
+                found.append(value)
+            else:
+                _gather([getattr(value, name) for name in _parts_of(value)], found)
+        elif isinstance(value, dict):
+            items = [value[key] for key in sorted(value, key=str)] if ordered else value.values()
+            _gather(items, found, ordered=ordered)
+        elif isinstance(value, (list, tuple)):
+            _gather(value, found, ordered=ordered)
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:

@@ -33,6 +33,11 @@ def clamped(training):
         training.model[0].weight.clamp_(-0.01, 0.01)
 
 
+def clamped_through_data(training):
+    training.step()
+    training.model[0].weight.data.clamp_(-0.01, 0.01)
+
+
 def momentum(training):
     training.optimizer.state[training.model[0].weight]["exp_avg"].zero_()
     training.step()
@@ -70,6 +75,7 @@ def lbfgs(training):
     [
         (in_place, "a parameter or the state of AdamW was changed outside a step"),
         (clamped, "a parameter or the state of AdamW was changed outside a step"),
+        (clamped_through_data, "a parameter of AdamW was changed through Tensor.data after a step"),
         (momentum, "a parameter or the state of AdamW was changed outside a step"),
         (twice, "AdamW stepped twice without a call of log"),
         (outside, "a parameter or the state of AdamW was changed outside a step"),

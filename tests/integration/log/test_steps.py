@@ -6,6 +6,8 @@ from tests.integration.support import memory
 from torch import nn, optim
 
 import penstock
+from penstock.core.log.steps import StepWatch
+from penstock.core.plugins.registry import Registry
 from penstock.testing.faults import FaultyBackend
 
 LAST = 6
@@ -289,3 +291,25 @@ def test_step_whose_save_is_skipped_is_logged(gate):
         assert ckpt.steps() == [0, 2]
         assert ckpt.restore(fresh).step == 5
     assert bits(fresh) == wanted
+
+
+def test_gradients_of_an_entry_are_overwritten_only_after_it_is_written():
+    state = state_of(lambda weights: optim.SGD(weights, 0.1))
+    seen = []
+
+    def idle():
+        seen.extend(step.grads.flat["float32"].clone() for step in first)
+
+    first = []
+    registry = Registry()
+    watch = StepWatch(registry.replayer, lambda *_: None, lambda _: None, idle)
+    watch.keeps = True
+    watch.start(state["optimizers"])
+    step(state, 0)
+    first += watch.steps
+    wanted = first[0].grads.flat["float32"].clone()
+    watch.clear()
+    step(state, 1)
+    watch.stop()
+    assert [grads.tolist() for grads in seen] == [wanted.tolist()]
+    assert first[0].grads.flat["float32"].tolist() != wanted.tolist()
