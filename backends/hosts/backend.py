@@ -30,7 +30,6 @@ from penstock.core.errors import (
     BlobNotFoundError,
     BlobTruncatedError,
     ConfigError,
-    FormatError,
     StorageError,
     StorageTimeoutError,
 )
@@ -49,6 +48,7 @@ _RECORDS = ("commits/", "notes/", "tier/")
 """The records that each host has, and that count only in roots with the newest epoch."""
 
 _MOST_KNOWN = 1 << 16
+_SHOWN = 3  # hosts that a message names
 
 
 class HostsConfig(PluginConfig):
@@ -99,7 +99,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
         super().__init__(root)
         self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
         self._newest = 0
-        self._may_begin = False
+        self._may_begin = self._joined = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the three above
         self._known: dict[str, HostRoot] = {}  # for each blob that this host lacks, a root with it
 
@@ -132,10 +132,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
     def absent(self) -> tuple[str, ...]:
         """See `HostRoots.absent`."""
         newest = max(self._roots, key=lambda root: root.epoch)
-        try:
-            record = read_host(newest.backend)
-        except FormatError:
-            record = None
+        record = read_host(newest.backend)
         if record is None:
             return ()
         here = {record.host, *(root.host for root in self._roots)}
@@ -147,6 +144,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._roots = (own, *others)
             self._newest = max(root.epoch for root in self._roots)
             self._may_begin = leads
+            self._joined = True
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Read each blob from the first root that has it, starting with this host's root."""
@@ -219,8 +217,16 @@ class HostsBackend(DelegatingBackend, HostRoots):
         """Delete in all roots.
 
         Raises:
-            StorageError: A host does not answer, so its root may still have the blobs.
+            StorageError: A host does not answer, so its root may still have the blobs. Or this is
+                one root of several, and no job has joined them; nothing was deleted.
         """
+        if not self._joined and (absent := self.absent()):
+            msg = (
+                f"{self.url} is the root of one host, and nothing was deleted: the hosts "
+                f"{', '.join(absent[:_SHOWN])} of the last job may need the data. Delete in a job "
+                "with these hosts, or in a job without them after its first save"
+            )
+            raise StorageError(msg)
         self._begin_epoch()
         self._at_all(lambda root: root.delete(names))
         for name in names:
@@ -290,12 +296,13 @@ class HostsBackend(DelegatingBackend, HostRoots):
     def _begin_epoch(self) -> None:
         """Begin the epoch of this job on all hosts, once, before its first change.
 
-        First gives each root the records that count, and deletes the records that do not count. So
+        First gives each root the records that count, and then deletes the records that do not. So
         after a crash at any moment, all roots of the newest epoch still have the records that
-        count.
+        count, and each other root has its own or these.
 
         Raises:
-            StorageError: A host does not answer.
+            StorageError: A host does not answer, or its root has records from before it was used
+                with `hosts`; no record was changed.
         """
         with self._lock:
             if not self._may_begin:
@@ -310,8 +317,9 @@ class HostsBackend(DelegatingBackend, HostRoots):
             # The time in ms orders jobs that have no host in common.
             epoch = max(int(1000 * time.time()), self._newest + 1)
             hosts = tuple(root.host for root in self._roots)
+            there = {root: self._records_of(root) for root in self._roots}
             for root in self._roots:
-                self._give(root, records)
+                self._give(root, records, there[root])
             for root in self._roots:
                 record = HostRecord(root.host, epoch, hosts)
                 root.backend.publish(HOST_NAME, encode_host(record))
@@ -320,19 +328,27 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._newest = epoch
             self._may_begin = False
 
-    def _give(self, root: HostRoot, records: dict[str, bytes]) -> None:
-        there = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}
-        there.discard(HOST_NAME)
-        if there and root.epoch < self._newest:
+    def _records_of(self, root: HostRoot) -> set[str]:
+        listed = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}
+        if listed and not root.epoch and self._newest:
+            msg = (
+                f"the root of host {root.host} has commit records from before it was used with "
+                "hosts, and other hosts have newer ones: move it elsewhere, or use an empty path"
+            )
+            raise StorageError(msg)
+        return listed - {HOST_NAME}
+
+    def _give(self, root: HostRoot, records: dict[str, bytes], there: set[str]) -> None:
+        counts = root.epoch == self._newest
+        for name in sorted(records.keys() - there if counts else records):
+            root.backend.publish(name, records[name])
+        if not counts and (old := there - records.keys()):
             log.warning(
                 "host %s missed a job of this run, so its %d old records are deleted",
                 root.host,
-                len(there),
+                len(old),
             )
-            root.backend.delete(sorted(there))
-            there = set()
-        for name in sorted(records.keys() - there):
-            root.backend.publish(name, records[name])
+            root.backend.delete(sorted(old))
 
 
 def _read(requests: Sequence[ReadRequest], root: Backend) -> None:

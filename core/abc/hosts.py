@@ -57,6 +57,7 @@ class HostRoots(ABC):
         """Return the names of the hosts of the newest job that are not in this job.
 
         Raises:
+            FormatError: The record that names them is damaged.
             StorageError: A host does not answer.
         """
 

@@ -126,11 +126,13 @@ class Catalog:
         Raises:
             StorageError: A host or a tier does not answer.
         """
-        roots = host_roots(self._backend)
-        if not roots or has_data(self._backend, record):
+        if not host_roots(self._backend) or has_data(self._backend, record):
             return ""
-        absent = sorted({name for place in roots.values() for name in place.absent()})
-        names = f", which lacks {', '.join(absent[:_SHOWN_HOSTS])}" if absent else ""
+        try:
+            absent = self._absent_hosts()
+        except FormatError:
+            absent = ""
+        names = f", which lacks {absent}" if absent else ""
         return (
             f"step {record.step} on {self._backend.url} is incomplete: its other files are on no "
             f"host of this job{names}"
@@ -146,18 +148,24 @@ class Catalog:
         later = [number for number in entries if number >= step]
         return {
             number: why
-            for number, record in self.records(later)
+            for number, record in self.records(later, entries=entries)
             if not isinstance(record, DamagedError) and (why := self.incompleteness(record))
         }
 
     def delete_incomplete_after(self, step: int) -> None:
         """Delete the incomplete checkpoints after `step`, which a new save at `step` has replaced.
 
-        Otherwise they would become the newest when their hosts come back.
+        Otherwise they would become the newest when their hosts come back. A generation that is
+        whole stays.
         """
-        for number in sorted(self.incomplete_from(step + 1), reverse=True):
-            log.warning("step %d was incomplete, and step %d replaces it", number, step)
-            self._delete(self.entries().get(number, ()))
+        if not host_roots(self._backend):
+            return
+        for number, names in reversed(self.entries().items()):
+            for name in names if number > step else ():
+                with suppress(BlobNotFoundError, DamagedError):
+                    if self.incompleteness(read_commit(self._backend, name)):
+                        log.warning("step %d was incomplete, and step %d replaces it", number, step)
+                        self._delete([name])
 
     def latest(self) -> int | None:
         """Return the newest committed step; None if there is no checkpoint.
@@ -215,7 +223,9 @@ class Catalog:
         return self.require_newest().step
 
     def record(self, step: int, *, entries: Mapping[int, list[str]] | None = None) -> CommitRecord:
-        """Return the commit record of a step's highest generation.
+        """Return the commit record of a step's highest generation that is not incomplete.
+
+        If all generations are incomplete, returns that of the highest.
 
         Args:
             step: The step.
@@ -231,17 +241,21 @@ class Catalog:
             raise FormatError(self._damaged(step, error), error.damaged) from error
 
     def records(
-        self, steps: Iterable[int] | None = None
+        self,
+        steps: Iterable[int] | None = None,
+        *,
+        entries: Mapping[int, list[str]] | None = None,
     ) -> Iterator[tuple[int, CommitRecord | DamagedError]]:
         """Read the commit records of several steps; skip steps that are deleted meanwhile.
 
         Args:
             steps: The steps, in the order to read them; default: all, ascending.
+            entries: A recent result of `entries()`, which saves one listing.
 
         Yields:
             A step with its commit record, or with the error from reading it.
         """
-        entries = self.entries()
+        entries = self.entries() if entries is None else entries
         for step in entries if steps is None else steps:
             found: CommitRecord | DamagedError
             try:
@@ -379,10 +393,14 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at `step`.
+            DamagedError: The checkpoint at `step` is incomplete; nothing was deleted.
         """
         entries = self.entries()
         if step not in entries:
             raise self._not_found(step, list(entries))
+        if host_roots(self._backend) and (why := self.incompleteness(self.record(step))):
+            msg = f"{why}, so the later steps were not deleted; rewind to another step"
+            raise DamagedError(msg, [])
         later = [s for s in entries if s > step]
         for number in reversed(later):
             self._delete(entries[number])
@@ -508,7 +526,17 @@ class Catalog:
         dry_run: bool = False,
         everything: bool = False,
     ) -> PruneReport:
-        """Delete data that no checkpoint and no save in flight can need; see `prune.prune`."""
+        """Delete data that no checkpoint and no save in flight can need; see `prune.prune`.
+
+        Deletes nothing while hosts of the last job are absent, since their commit records may need
+        any data.
+        """
+        if absent := self._absent_hosts():
+            why = (
+                f"the hosts {absent} are absent, and their commit records may need any data; prune "
+                "in a job with them, or after the first save of a job without them"
+            )
+            return PruneReport(refused=(why,), dry_run=dry_run)
         return prune(
             self._backend,
             grace_s=grace_s,
@@ -529,10 +557,30 @@ class Catalog:
                 raise self._not_found(step, list(entries))
             name = entries[step][-1]
             try:
-                return read_commit(self._backend, name)
+                return self._current(entries[step])
             except BlobNotFoundError:
                 entries = None  # deleted or overwritten after the listing: list again
         raise unreadable(self._backend, name)
+
+    def _current(self, names: Sequence[str]) -> CommitRecord:
+        newest = read_commit(self._backend, names[-1])
+        if len(names) > 1 and (why := self.incompleteness(newest)):
+            for name in reversed(names[:-1]):
+                older = read_commit(self._backend, name)
+                if not self.incompleteness(older):
+                    log.warning("%s; an older generation is used", why)
+                    return older
+        return newest
+
+    def _absent_hosts(self) -> str:
+        """Return the names of the hosts of the last job that are absent; empty if there are none.
+
+        Raises:
+            FormatError: The record that names them is damaged.
+        """
+        roots = host_roots(self._backend)
+        absent = sorted({name for place in roots.values() for name in place.absent()})
+        return ", ".join(absent[:_SHOWN_HOSTS])
 
     def _delete(
         self, names: Iterable[str], uids: Mapping[str, str | None] | None = None

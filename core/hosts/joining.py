@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 import time
 from contextlib import suppress
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.ranks.group import RankGroup, RanksOfJob
     from penstock.core.rounds.round import RankPlace
-
-log = logging.getLogger("penstock")
 
 _SERVERS_KEY = "roots/servers"
 # The share of the time limit for stuck ranks that a rank waits for a silent host, so that it does
@@ -126,7 +123,10 @@ class RootsOfJob:
             try:
                 posted = {n: self._serve(n, group, secret, servers) for n in self._places}
             except PenstockError as error:
-                board.post(_key(rank), json.dumps({"error": said(error)}).encode())
+                failure = json.dumps({"error": said(error), "rank": rank}).encode()
+                board.post(_key(rank), failure)
+                if not rank:  # the others wait for rank 0's answer
+                    board.post(_SERVERS_KEY, failure)
                 raise
             board.post(_key(rank), json.dumps(posted).encode())
             serving = self._serving(group)
@@ -244,12 +244,19 @@ def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:
 
 
 def _epoch(root: Backend) -> int:
-    """Return the epoch of a root; 0 if it has none, or if its record is damaged."""
+    """Return the epoch of a root; 0 if it has none.
+
+    Raises:
+        FormatError: The record is damaged, so whether the root's records count is unknown.
+    """
     try:
         record = read_host(root)
     except FormatError as error:
-        log.warning("the commit records of %s do not count: %s", root.url, str(error))
-        return 0
+        msg = (
+            f"{error}. Without it, nobody knows whether this host missed a job, so nothing was "
+            "changed. To continue without this host's checkpoints, move its root away"
+        )
+        raise FormatError(msg, error.damaged) from error
     return 0 if record is None else record.epoch
 
 

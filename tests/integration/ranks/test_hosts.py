@@ -12,9 +12,21 @@ from tests.integration.ranks.saving import Job
 from tests.integration.ranks.test_processes import JOIN, LIMIT_S, end, start
 
 from penstock import Checkpointer, ConfigError, Shard
+from penstock.backends.hosts import HostsBackend, HostsConfig
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.backends.tiered import TieredBackend, TieredConfig
+from penstock.core.abc import HostRoot
+from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.commands.ls import list_run
-from penstock.core.errors import CheckpointNotFoundError, DamagedError
+from penstock.core.errors import (
+    CheckpointNotFoundError,
+    DamagedError,
+    FormatError,
+    PenstockError,
+    StorageError,
+)
 from penstock.core.storage.open import open_backend
+from penstock.testing.faults import FaultyBackend
 
 
 class Hosts:
@@ -250,6 +262,120 @@ def test_copies_reach_the_durable_tier_and_restore_without_a_host(hosts, tmp_pat
     assert tiers.restore("ab") == 2
     tiers.save("ab", 3)
     assert tiers.restore("ba") == 3
+
+
+def rewind_to(step):
+    def work(ckpt, rank, _):
+        ckpt.steps()
+        return ckpt.rewind(step) if rank == 0 else None
+
+    return work
+
+
+def posix(path):
+    return PosixBackend(PosixConfig(path=str(path)))
+
+
+def opened(hosts, host):
+    return closing(open_backend(f"hosts://{hosts.root(host)}?experimental=true"))
+
+
+def test_damaged_host_record_is_refused_and_deletes_nothing(hosts):
+    hosts.save("ab", 1)
+    hosts.save("a", 2)
+    (hosts.root("a") / "tier/host.json").write_text("{")
+    with pytest.raises(PenstockError, match=r"host\.json .* cannot be read.* move its root away"):
+        hosts.save("ab", 3)
+    with opened(hosts, "a") as backend, pytest.raises(FormatError, match=r"host\.json"):
+        Catalog(backend).delete(1)
+    assert len([*hosts.root("a").glob("commits/*")]) == 2
+
+
+def test_incomplete_overwrite_falls_back_to_the_whole_generation(tmp_path, caplog):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("ab", 1, 2)
+
+    def overwrite(ckpt, rank, count):
+        return ckpt.save(state_of(2, rank, count), 2, overwrite=True).committed.result(300)
+
+    durable, before = tmp_path / "durable", tmp_path / "before"
+    shutil.copytree(durable, before)
+    tiers.run("ab", overwrite)
+    shutil.rmtree(durable)
+    before.rename(durable)  # as if the hosts had died before the copy
+    tiers.lose("b")
+    assert tiers.restore("ab") == 2
+    assert "an older generation is used" in caplog.text
+    tiers.save("ab", 3)
+    assert tiers.restore("ab", 2) == 2
+    assert tiers.restore("ab") == 3
+
+
+def test_rewind_to_an_incomplete_step_is_refused(hosts):
+    hosts.save("ab", 1)
+    hosts.save("a", 2, 3)
+    hosts.lose("b")
+    with pytest.raises(DamagedError, match="later steps were not deleted"):
+        hosts.run("a", rewind_to(1))
+    assert hosts.restore("a") == 3
+
+
+def test_command_line_deletes_nothing_of_one_host_alone(hosts):
+    hosts.save("ab", 1, 2)
+    min((hosts.root("a") / "commits").iterdir()).unlink()
+    with opened(hosts, "a") as backend:
+        catalog = Catalog(backend)
+        with pytest.raises(StorageError, match="is the root of one host"):
+            catalog.delete(2)
+        report = catalog.prune(grace_s=0, everything=True)
+        assert "the hosts b are absent" in report.refused[0]
+    hosts.save("ab", 3)
+    assert hosts.restore("ab", 1) == 1
+    assert hosts.restore("ab", 2) == 2
+
+
+def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path):
+    fast, durable = (FaultyBackend(posix(tmp_path / name)) for name in ("fast", "durable"))
+    roots = HostsBackend(HostsConfig(path="", experimental=True), root=fast)
+    config = TieredConfig(fast="memory://", durable="memory://")
+    tiered = TieredBackend(config, fast=roots, durable=durable)
+    with Checkpointer(tiered) as ckpt:
+        ckpt.save({"x": 1}, 1, mode="blocking")
+        durable.fail("list", times=None)
+        assert ckpt.save({"x": 2}, 2).committed.result(300).step == 2
+        durable.clear()
+
+
+def test_root_from_before_its_use_with_hosts_is_not_emptied(hosts):
+    with Checkpointer(hosts.root("a")) as ckpt:
+        ckpt.save({"x": 1}, 9)
+    hosts.save("b", 1)
+    with pytest.raises(StorageError, match="from before it was used with hosts"):
+        hosts.save("ab", 10)
+    assert len([*hosts.root("a").glob("commits/*")]) == 1
+
+
+def test_old_root_keeps_its_records_until_it_has_the_new_ones(tmp_path):
+    newer, older = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b"))
+    newer.publish("commits/00000000000000000002", b"2")
+    older.publish("commits/00000000000000000001", b"1")
+    roots = HostsBackend(HostsConfig(path="", experimental=True), root=newer)
+    roots.join(HostRoot("a", 2, newer), [HostRoot("b", 1, older)], leads=True)
+    older.fail("publish", match="commits/")
+    with pytest.raises(StorageError):
+        roots.publish("commits/00000000000000000003", b"3")
+    assert [info.name[-1] for info in older.list("commits/")] == ["1"]
+    roots.publish("commits/00000000000000000003", b"3")
+    assert [info.name[-1] for info in older.list("commits/")] == ["2", "3"]
+
+
+def test_pins_survive_the_host_that_wrote_them(hosts):
+    hosts.save("a", 1)
+    hosts.run("ab", lambda ckpt, rank, _: (ckpt.steps(), rank or ckpt.pin(1, "good")))
+    hosts.run("ab", lambda ckpt, rank, count: saved(ckpt, rank, count, 2))
+    for name in ("commits", "notes", "tier"):
+        shutil.rmtree(hosts.root("a") / name)
+    assert hosts.run("ab", lambda ckpt, *_: ckpt.info(1).tags) == [("good",)] * 2
 
 
 def test_more_copies_are_refused(tmp_path):
