@@ -375,16 +375,15 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
     if not isinstance(value, torch.nn.Module):
         return False
     plain = torch.nn.Module
-    return (
-        all(id(p) in parameters for p in value.parameters())
-        and next(value.buffers(), None) is None
-        and all(
-            type(module).get_extra_state is plain.get_extra_state
-            and type(module).state_dict is plain.state_dict
-            and not module._state_dict_hooks  # noqa: SLF001 - they may add anything
-            and not module._state_dict_pre_hooks  # noqa: SLF001
-            for module in value.modules()
-        )
+    # Of each module, because `parameters` and `buffers` each walk all modules and build names.
+    return all(
+        all(p is None or id(p) in parameters for p in module._parameters.values())  # noqa: SLF001
+        and not any(buffer is not None for buffer in module._buffers.values())  # noqa: SLF001
+        and type(module).get_extra_state is plain.get_extra_state
+        and type(module).state_dict is plain.state_dict
+        and not module._state_dict_hooks  # noqa: SLF001 - they may add anything
+        and not module._state_dict_pre_hooks  # noqa: SLF001
+        for module in value.modules()
     )
 
 
