@@ -26,7 +26,7 @@ class NotLoggedError(PenstockError):
 
 
 @dataclass(frozen=True, slots=True)
-class Grads:
+class GradCopies:
     """Copies of the gradients of one step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Grads:
 
 def copy_grads(
     groups: Sequence[Sequence[Any]], cut_of: Callable[[Any], Cut], kept: dict[str, torch.Tensor]
-) -> Grads:
+) -> GradCopies:
     """Copy gradients, on the thread and the stream that may change them later.
 
     Another thread could read a gradient during a change: torch raises the version of a tensor only
@@ -94,13 +94,13 @@ def copy_grads(
         raise NotLoggedError(msg)
     if not all(device.type == "cpu" for device in devices):
         flat = {dtype: torch.cat(tensors) for dtype, tensors in pieces.items()}
-        return Grads(layout, flat, _recorded(*devices))
+        return GradCopies(layout, flat, _recorded(*devices))
     for dtype, tensors in pieces.items():
         if dtype not in kept:
             kept[dtype] = torch.empty(0, dtype=tensors[0].dtype, device="cpu")
         kept[dtype].resize_(sum(tensor.numel() for tensor in tensors))
         torch.cat(tensors, out=kept[dtype])
-    return Grads(layout, {dtype: kept[dtype] for dtype in pieces}, None)
+    return GradCopies(layout, {dtype: kept[dtype] for dtype in pieces}, None)
 
 
 def local_of(tensor: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
-    from penstock.core.log.grads import Grads
+    from penstock.core.log.grads import GradCopies
     from penstock.core.log.steps import LoggedStep
 
 
@@ -37,7 +37,7 @@ CUT = "cut"
 
 def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:
     """Return a step, whose optimizer is at `path`, as a tree to save."""
-    grads = cast("Grads", step.grads)
+    grads = cast("GradCopies", step.grads)
     return {
         "optimizer": path,
         "engine": engine_of(step.optimizer, step.replayer),

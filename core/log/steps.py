@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
-    from penstock.core.log.grads import Cut, Grads
+    from penstock.core.log.grads import Cut, GradCopies
     from penstock.core.log.proof import Proof
 
     Marks: TypeAlias = list[tuple[int, int, int]]
@@ -60,7 +60,7 @@ class LoggedStep:
     replayer: Replayer
     captured: Mapping[str, Any]
     options: Sequence[Mapping[str, Any]]
-    grads: Grads | None = None
+    grads: GradCopies | None = None
     uncopied: tuple[Sequence[Sequence[Any]], Sequence[int]] = (), ()
     digest: str = ""
     proof: Proof | None = None
