@@ -215,7 +215,6 @@ class _MemoryWriter(BlobWriter):
             with self._store.lock:
                 if self._store.unsealed.get(self._name) is self:
                     del self._store.unsealed[self._name]
-                    self._store.blobs.pop(self._name, None)
 
     def _grow(self, length: int) -> None:
         if len(self._data) < length:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from penstock.core.abc import Replayer, Unit
 
 if TYPE_CHECKING:
@@ -42,6 +44,11 @@ class TorchReplayer(Replayer):
             # DTensors, whose class takes long to import. A rank whose replay failed would leave the
             # others in a collective.
             return f"steps of {name} on shards need the other ranks"
+        for group in optimizer.param_groups:
+            if group.get("nesterov") and not group.get("fused"):
+                foreach = group["foreach"]
+                if any(p.is_cuda for p in group["params"]) if foreach is None else foreach:
+                    return f"{name} with nesterov and foreach changes its gradients: use fused=True"
         if getattr(optimizer, "grad_scale", None) is not None:
             narrow = [p.grad for p in parameters if p.grad is not None and p.grad.itemsize < _EXACT]
             if narrow:
@@ -65,6 +72,13 @@ class TorchReplayer(Replayer):
         return {"skipped": found_inf is not None and bool(found_inf)}
 
     def step(self, optimizer: Any, captured: Mapping[str, Any], /) -> None:
-        """Take a step again, unless it did nothing."""
+        """Take a step again. If it was skipped, it may still have created state."""
         if not captured["skipped"]:
             optimizer.step()
+            return
+        (device,) = {p.device for group in optimizer.param_groups for p in group["params"]}
+        optimizer.found_inf = torch.ones((), device=device)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf

@@ -196,10 +196,10 @@ class Disk:
             file.data, file.modified_s, file.durable = whole.data, whole.modified_s, True
 
     def abort(self, name: str, file: _File) -> None:
-        """Delete a file, not durably: a cut may bring it back."""
+        """Delete a file, not durably: a cut may bring it back. A synced file stays."""
         with self._lock:
             self._effect({})  # an unsealed file may survive a cut or not anyway
-            if self._files.get(name) is file:
+            if self._files.get(name) is file and file.synced_bytes is None:
                 self._aborted[name] = self._files.pop(name)
 
     def publish(self, name: str, data: bytes, *, exclusive: bool) -> bool:

@@ -132,7 +132,7 @@ class FileWriter(BlobWriter):
                     self._changed.notify_all()
 
     def abort(self) -> None:
-        """See `BlobWriter.abort`. Removes the file to free its space at once.
+        """See `BlobWriter.abort`. Removes the file to free its space, unless it was synced.
 
         Does not remove another file of that name, which a restarted job may have created while this
         process was suspended.
@@ -148,7 +148,7 @@ class FileWriter(BlobWriter):
             leaf = self._blob.name.rpartition("/")[2]
             status = os.stat(leaf, dir_fd=self._folders.last, follow_symlinks=False)
             # Our file is still open, so no other file can have its inode number.
-            if os.path.samestat(os.fstat(self._blob.fd), status):
+            if not self._synced and os.path.samestat(os.fstat(self._blob.fd), status):
                 os.unlink(leaf, dir_fd=self._folders.last)
         except OSError:  # the file or the store is gone; `delete` removes a file that stays
             pass

@@ -101,6 +101,8 @@ class BlobWriter(ABC):
     def abort(self) -> None:
         """Abandon the blob. Idempotent, never raises, and allowed after a failed `seal`.
 
+        The bytes that `sync` has made durable stay.
+
         Returns only when the store no longer uses any submitted buffer. The partial blob may
         remain; `delete` removes it. An abort removes only this writer's own blob: after a `delete`,
         another writer or process may have created a blob of the same name. A store that cannot

@@ -6,18 +6,21 @@ Tested in `tests/integration/log/test_ends.py`.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Queue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import xxhash
 
 from penstock.core.abc import ByteSource, StateObject
 from penstock.core.catalog.survey import places_of
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
+from penstock.core.foreign import said
 from penstock.core.format.segment import FIRST, NO_SESSION, log_prefix
 from penstock.core.log.encoding import STATE, Entry, EntryEncoder
 from penstock.core.log.grads import NotLoggedError, local_of
@@ -42,9 +45,10 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import Kind, Role, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
+    from torch.optim import Optimizer
 
     from penstock.core.abc import Backend, Node, PendingCopy
     from penstock.core.concurrency.workers import Workers
@@ -62,9 +66,9 @@ log = logging.getLogger("penstock")
 # may take this share of the time, but at least every 64th entry has one.
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
 _DIGEST_FREE_S = 0.0005  # if digests take at most this long, every entry has one
-# Of each parameter that no optimizer changes. Their stride is odd, so that it meets all its bits.
-_SAMPLED_BYTES = 512
+_SAMPLED, _SAMPLE_BYTES = 64, 4096  # blocks compared of each parameter that no optimizer changes
 
+_LOOK_AGAIN_S = 0.1
 _SYNC_REMOTE = 8  # entries made durable together, if the store is not local
 
 
@@ -132,13 +136,15 @@ class Recorder:
         self._digested_s = self._digest_s = 0.0  # time of the last digest, and its duration
         self._writing: _Writing | None = None
         self._known = Known()
+        self._keys: frozenset[str] = frozenset()  # of the saved or restored state
         self._cuts: dict[object, Cut] = {}
+        self._busy = self._interrupted = False  # see `_alone`
         # Memory, version and sample with which the log or the base has each parameter that no
         # optimizer changes. The source keeps the memory alive, so that no other tensor gets its
         # address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
         # Version, sample and storage, by address.
-        self._at_base: dict[int, tuple[int, bytes, object]] = {}
+        self._at_base: dict[int, tuple[int, int, object]] = {}
         self._rounded = self._warned = ""  # why no log follows the last save; the warned reason
         self.place: tuple[int, int] = 0, 1
         """The rank and the number of ranks."""
@@ -165,6 +171,18 @@ class Recorder:
             rounded: The state that the checkpoint holds only rounded, so that no log can follow;
                 empty if it holds all state exactly.
         """
+        with self._alone() as alone:
+            if alone:
+                self._begin_after_save(uid, step, state, committed, rounded)
+
+    def _begin_after_save(
+        self,
+        uid: str,
+        step: int,
+        state: Mapping[str, Any],
+        committed: Outcome[Any],
+        rounded: str,
+    ) -> None:
         self._settle()
         if rounded:
             self._drop(self._logs)
@@ -175,7 +193,7 @@ class Recorder:
         # An overwrite, or a save of the last replayed step, adds no step to the log before it.
         continues = self._watch.keeps and step > self._last
         if self._logs and continues and not self.ended and not _is_committed(committed):
-            self.log(state, step)
+            self._log(state, step)
         else:
             self._drop(self._logs)
         if self.ended:
@@ -220,6 +238,30 @@ class Recorder:
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
         """See `Checkpointer.log`."""
+        with self._alone() as alone:
+            return alone and self._log(state, step)
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Yield whether no call is under way that a signal handler has interrupted.
+
+        If one was interrupted, end the log after it: its entry and the handler's save may have the
+        same step.
+        """
+        if self._busy:
+            self._interrupted = True
+            yield False
+            return
+        self._busy = True
+        try:
+            yield True
+        finally:
+            self._busy = False
+            if self._interrupted:
+                self._interrupted = False
+                self.end("a signal handler has saved or logged during this call")
+
+    def _log(self, state: Mapping[str, Any], step: int) -> bool:
         number = valid_step(step)
         self._watch.keeps = True
         self._settle()
@@ -236,6 +278,9 @@ class Recorder:
         except NotLoggedError as error:
             self.end(str(error))
             return False
+        except BaseException as error:  # Ctrl-C, too: the next entry would follow a gap
+            self.end(f"log failed: {said(error)}")
+            raise
         if self._writing is None:
             self._writing = _Writing(self, self._workers, self._config, self._registry)
         self._writing.put(entry, [log.writer for log in self._logs])
@@ -321,6 +366,7 @@ class Recorder:
         return SegmentWriter(fastest, uid, rank, world_size, session=session, previous=previous)
 
     def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
+        self._keys = frozenset(state)
         self._logs = [*self._logs, begun]
         self._last = begun.step
         self._skipped = _DIGEST_EVERY
@@ -379,6 +425,7 @@ class Recorder:
         self._digest(steps)
         found = _paths_of(state, self._registry, "optimizer")
         optimizers = {show_path(path): optimizer for path, optimizer in found.items()}
+        self._check_same_state(state, optimizers)
         known = Known(self._known)
         description = describe_tree(
             {STATE: _without_claimed(state, optimizers)},
@@ -401,6 +448,23 @@ class Recorder:
         rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}
         return Entry(number, rest, dict(description.providers_used), named, options)
+
+    def _check_same_state(
+        self, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
+    ) -> None:
+        """Check that the state has the same keys and optimizers as the checkpoint.
+
+        Raises:
+            NotLoggedError: Something is missing or was replaced, and would keep the checkpoint's
+                values in a replay.
+        """
+        if lacking := sorted(self._keys.difference(state)):
+            msg = f"the state of this call lacks {', '.join(lacking)}, which the checkpoint has"
+            raise NotLoggedError(msg)
+        for path, optimizer in optimizers.items():
+            if not self._watch.knows(optimizer):
+                msg = f"{path} is not the optimizer that was saved or restored"
+                raise NotLoggedError(msg)
 
     def _digest(self, steps: Sequence[LoggedStep]) -> None:
         """Take digests of the steps, unless they would take too large a share of training's time.
@@ -434,7 +498,13 @@ class Recorder:
             elif entry.same_as is None:
                 memory = entry.source.memory
                 if memory is not None and memory.storage in claimed:
-                    continue
+                    if self._watch.covers(memory, _itemsize(entry)):
+                        continue
+                    msg = (
+                        f"{show_path(entry.path)} has memory beside that of parameters of an "
+                        "optimizer, in the same allocation"
+                    )
+                    raise NotLoggedError(msg)
                 # Not buffers: operations such as batch norm change a buffer but not its version.
                 if entry.role is Role.PARAMETER and self._is_stored(entry):
                     continue
@@ -453,17 +523,29 @@ class Recorder:
         if parameter.path in self._stored:
             stored = self._stored[parameter.path][0] == (memory, version, sample)
         else:
-            stored = self._at_base.get(memory.storage, (None, b""))[:2] == (version, sample)
+            stored = self._at_base.get(memory.storage, (None, 0))[:2] == (version, sample)
         self._stored[parameter.path] = (memory, version, sample), parameter.source
         return stored
 
 
-def _sample(data: memoryview | None) -> bytes:
-    """Return some bytes of a parameter: a change through `Tensor.data` leaves no other mark."""
-    if data is None or not data.nbytes:
-        return b""
-    flat = np.frombuffer(data, np.uint8)
-    return flat[:: len(flat) // _SAMPLED_BYTES | 1].tobytes()
+def _sample(data: memoryview | None) -> int:
+    """Return a hash of a parameter, or of blocks of a large one.
+
+    A change through `Tensor.data` or numpy leaves no other mark.
+    """
+    if data is None:
+        return 0
+    digest, gap = xxhash.xxh3_64(), data.nbytes // _SAMPLED
+    if gap <= _SAMPLE_BYTES:
+        digest.update(data)
+    else:
+        for number in range(_SAMPLED):
+            digest.update(data[number * gap :][:_SAMPLE_BYTES])
+    return digest.intdigest()
+
+
+def _itemsize(entry: StateObject) -> int:
+    return entry.spec.nbytes // max(1, math.prod(entry.spec.shape))
 
 
 def _view_of(tensor: torch.Tensor) -> memoryview | None:
@@ -471,6 +553,8 @@ def _view_of(tensor: torch.Tensor) -> memoryview | None:
     import torch  # noqa: PLC0415 - torch is loaded only to log
 
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
@@ -517,7 +601,10 @@ class _Writing:
         self, recorder: Recorder, workers: Workers, config: CheckpointerConfig, registry: Registry
     ) -> None:
         self._recorder = recorder
-        self._queue: Queue[tuple[Entry, Sequence[SegmentWriter]] | None] = Queue()
+        # Simple queues: a signal handler that flushes may interrupt any of their calls.
+        self._queue: SimpleQueue[tuple[Entry, Sequence[SegmentWriter]] | None] = SimpleQueue()
+        self._answers: SimpleQueue[None] = SimpleQueue()
+        self._sent = self._written = 0
         self._make_encoder = partial(EntryEncoder, workers, config, registry)
         self._encoder: EntryEncoder | None = None
         self._thread = workers.spawn("log", self._run)
@@ -527,12 +614,16 @@ class _Writing:
 
         So on a store that appends, a killed process loses at most one logged step.
         """
-        self._queue.join()
+        self.flush()
+        self._sent += 1
         self._queue.put((entry, writers))
 
     def flush(self) -> None:
         """Wait until all entries are written."""
-        self._queue.join()
+        while self._written < self._sent:
+            # A signal handler that interrupts this may take the answer.
+            with suppress(Empty):
+                self._answers.get(timeout=_LOOK_AGAIN_S)
 
     def close(self) -> None:
         """End the thread."""
@@ -549,7 +640,9 @@ class _Writing:
                 self._encoder = None  # a backend may still read its memory
                 self._recorder.end(str(error), refuted=isinstance(error, RefutedError))
             del work
-            self._queue.task_done()
+            self._written += 1
+            if self._answers.empty():
+                self._answers.put(None)
 
     def _append(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
         if self._encoder is None:  # made on this thread, because importing codecs takes long

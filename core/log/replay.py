@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.abc import StateObject, Unit
 from penstock.core.concurrency.pool import Pool
-from penstock.core.errors import BlobNotFoundError, DamagedError
+from penstock.core.errors import BlobNotFoundError, DamagedError, RestoreMismatchError
 from penstock.core.format.commit_record import decode_commit
 from penstock.core.format.records import commit_name
 from penstock.core.format.strict_json import load_json
@@ -144,7 +144,9 @@ class LogReplay:
                     raise
                 log.warning("the log %s", str(error))
             self._restore_rest(state, rest, selection)
-        except DamagedError as error:  # an entry matches its checksum, but its records are wrong
+        except (DamagedError, RestoreMismatchError) as error:
+            # The entry matches its checksum. But its records are wrong, or an object has another
+            # kind than in the checkpoint, or is logged in part.
             raise NotLoggedError(str(error)) from error
         except BaseException as error:  # Ctrl-C, too
             error.add_note("The state is between two steps now: restore again.")

@@ -162,7 +162,7 @@ def step_again(
             for parameter, row in rows:
                 grad = None if row is None else _grad(parameter, row, left)
                 if parameter is not None:
-                    parameter.grad = grad
+                    _set_grad(parameter, grad)
         with _without_hooks(optimizer):
             try:
                 replayer.step(optimizer, stored["captured"])
@@ -176,15 +176,26 @@ def step_again(
             parameter.grad = grad
 
 
+def _set_grad(parameter: Any, grad: torch.Tensor | None) -> None:
+    try:
+        parameter.grad = grad
+    except (RuntimeError, TypeError) as error:  # the template has another dtype, with `cast`
+        msg = f"a parameter does not take its logged gradient: {said(error)}"
+        raise NotLoggedError(msg) from error
+
+
 def digest_of(optimizer: Optimizer) -> str:
     """Return the xxh3-128 digest of an optimizer's parameters and state."""
     import torch  # noqa: PLC0415 - as above
 
     digest = xxhash.xxh3_128()
+    values: list[Any] = []
     with torch.no_grad():
-        for tensor in tensors_of(optimizer):
+        for tensor in tensors_of(optimizer, values=values):
             flat = local_of(tensor).detach().to("cpu").contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
+    if plain := [value for value in values if isinstance(value, (int, float, str))]:
+        digest.update(repr(plain).encode())
     return digest.hexdigest()
 
 

@@ -169,6 +169,7 @@ class RunLog:
     ) -> RestoreReport:
         self._continues = True
         report, until = self._restore_base(step, restore)
+        base = report.step
         selected = None if selection is None else selection()
         try:
             report, last = self._replay_onto(report, state, until, selected)
@@ -191,6 +192,10 @@ class RunLog:
             # Each tier numbers its own segments, so a new segment in the fastest tier could get
             # the name of one in the slower tier, and hide it.
             self.recorder.pause("the log is not in the fastest tier: save first")
+        elif later := self._later(step, report, base):
+            self.recorder.pause(
+                f"the store has later checkpoints, such as step {later}: call rewind({base}) first"
+            )
         elif not self._continues:
             self.recorder.pause("other ranks have logged the replayed steps: save first")
         elif last is None:
@@ -201,6 +206,15 @@ class RunLog:
                 report.uid, report.step, state, session=session, previous=digest
             )
         return report
+
+    def _later(self, step: int | str, report: RestoreReport, base: int) -> int | None:
+        """Return the newest checkpoint after `base`; None if there is none.
+
+        A restore would find that checkpoint, and not the log after `base`.
+        """
+        if step == "latest" and not report.fell_back_from:
+            return None
+        return max((saved for saved in self._catalog.entries() if saved > base), default=None)
 
     @contextlib.contextmanager
     def noting(self, step: int | str) -> Iterator[None]:

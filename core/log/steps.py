@@ -20,6 +20,7 @@ from penstock.core.save.fence import address_of
 from penstock.core.save.hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.core.abc import Replayer
+    from penstock.core.abc.byte_sources import MemoryKey
     from penstock.core.log.grads import Cut, GradCopies
     from penstock.core.log.proof import Proof
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _NO_OPTIONS = frozenset({"params", "param_names"})
 _watches: WeakSet[StepWatch] = WeakSet()
 
+_KEY = "penstock"  # of our hooks among an optimizer's own
 _PROOFS = 2  # proofs of each optimizer: its first step may create the state that its second uses
 
 
@@ -105,11 +108,13 @@ class StepWatch:
     _kept: defaultdict[int, dict[str, torch.Tensor]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    # First byte and end of each tensor that the optimizers change, by the address of its storage.
+    _ranges: defaultdict[int, set[tuple[int, int]]] | None = None
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """From now on, watch all steps of this process, and changes to these optimizers."""
         self.clear()
-        self._after = {}
+        self._after, self._ranges = {}, None
         for optimizer in optimizers:
             self._mark(optimizer)
             if self._attributes.get(id(optimizer), (lambda: None, {}))[0]() is not optimizer:
@@ -140,7 +145,7 @@ class StepWatch:
                 self._copy_late(step)
         for known, _ in self._after.values():
             if (optimizer := known()) is not None:
-                self._compare(optimizer)
+                self.compare(optimizer)
         for step in () if self.trouble else self.steps:
             if step.proof is not None and not step.proof.still_holds(step.optimizer):
                 kind = type(step.optimizer).__name__
@@ -151,6 +156,25 @@ class StepWatch:
     def claimed(self) -> set[int]:
         """Return the addresses of the memory that the optimizers change, as of their last step."""
         return {address for _, marks in self._after.values() for *_, address in marks} - {0}
+
+    def covers(self, memory: MemoryKey, itemsize: int) -> bool:
+        """Return whether all of this memory belongs to one tensor that an optimizer changes."""
+        start = memory.offset
+        stop = start + itemsize + _reach(memory.shape, memory.strides)
+        for known in (self._ranges, None):
+            if known is None:  # not yet, or steps have created state since
+                self._ranges = defaultdict(set)
+                for optimizer in filter(None, (known() for known, _ in self._after.values())):
+                    for tensor in map(local_of, tensors_of(optimizer)):
+                        address, size = address_of(tensor), tensor.itemsize
+                        if address and tensor.numel():
+                            first = tensor.data_ptr() - address
+                            reach = size * _reach(tensor.shape, tensor.stride())
+                            self._ranges[address].add((first, first + size + reach))
+            assert self._ranges is not None
+            if any(a <= start and stop <= b for a, b in self._ranges[memory.storage]):
+                return True
+        return False
 
     def clear(self) -> None:
         """Forget the noted steps."""
@@ -163,8 +187,8 @@ class StepWatch:
             optimizer: The optimizer.
             has_closure: Whether the step evaluates a closure, which may draw random numbers.
         """
-        self._compare(optimizer)
-        if self.trouble or not self._knows(optimizer):
+        self.compare(optimizer)
+        if self.trouble or not self.knows(optimizer):
             return
         replayer, key = self.find(optimizer), id(optimizer)
         if replayer is None:
@@ -178,18 +202,22 @@ class StepWatch:
             self._left[key] -= 1
             self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
 
-    def _compare(self, optimizer: Optimizer) -> None:
+    def compare(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer has not changed since its last step."""
         if self.trouble:  # a run that never logs has trouble, and no cost, from its second step on
             return
-        if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
+        if self.knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
             kind = type(optimizer).__name__
-            self.trouble = f"a parameter or the state of {kind} was changed outside a step"
+            if self.find(optimizer) is None:  # a wrapper: the step of what it wraps changed it
+                self.trouble = _unknown(optimizer)
+            else:
+                self.trouble = f"a parameter or the state of {kind} was changed outside a step"
 
     def after(self, optimizer: Optimizer) -> None:
         """Note a step that was just taken."""
         proof = self._proofs.pop(id(optimizer), None)
         random = self._random.pop(id(optimizer), None)
-        if not self._knows(optimizer):
+        if not self.knows(optimizer):
             self.strangers[id(optimizer)] = (lambda: optimizer) if self.keeps else ref(optimizer)
             return
         self.trouble = self.trouble or self._obstacle(optimizer)
@@ -257,7 +285,8 @@ class StepWatch:
             self.trouble = f"the replayer of {type(optimizer).__name__} failed: {said(error)}"
             self.steps = []
 
-    def _knows(self, optimizer: Optimizer) -> bool:
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether changes to this optimizer are watched."""
         known = self._after.get(id(optimizer))
         return known is not None and known[0]() is optimizer  # an id may be used again
 
@@ -271,8 +300,13 @@ class StepWatch:
             return f"{kind} stepped twice without a call of log"
         replayer = self.find(optimizer)
         if replayer is None:
-            return f"steps of {kind} cannot be replayed: no installed replayer handles it"
+            return _unknown(optimizer)
         return replayer.obstacle(optimizer)
+
+
+def _unknown(optimizer: Optimizer) -> str:
+    kind = type(optimizer).__name__
+    return f"steps of {kind} cannot be replayed: no installed replayer handles it"
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -309,6 +343,8 @@ def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> N
     import torch  # noqa: PLC0415 - as below
 
     for group, stored in zip(optimizer.param_groups, options, strict=True):
+        for key in group.keys() - stored.keys() - _NO_OPTIONS:
+            del group[key]
         for key, value in stored.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                 group[key].copy_(value)
@@ -381,6 +417,7 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
         and not any(buffer is not None for buffer in module._buffers.values())  # noqa: SLF001
         and type(module).get_extra_state is plain.get_extra_state
         and type(module).state_dict is plain.state_dict
+        and type(module)._save_to_state_dict is plain._save_to_state_dict  # noqa: SLF001
         and not module._state_dict_hooks  # noqa: SLF001 - they may add anything
         and not module._state_dict_pre_hooks  # noqa: SLF001
         for module in value.modules()
@@ -407,11 +444,16 @@ def _marks(optimizer: Optimizer) -> Marks:
 
     Changes in place through `Tensor.data` leave no mark; digests find them.
     """
+    values: list[Any] = []
     groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
-    return groups + [
-        (id(tensor), version_of(tensor), address_of(local_of(tensor)))
-        for tensor in tensors_of(optimizer, ordered=False)
-    ]
+    return (
+        groups
+        + [
+            (id(tensor), version_of(tensor), address_of(local_of(tensor)))
+            for tensor in tensors_of(optimizer, ordered=False, values=values)
+        ]
+        + [(0, hash(repr(values)), 0)]
+    )
 
 
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
@@ -421,36 +463,52 @@ def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
     return {*map(address_of, map(local_of, found))} - {0}
 
 
-def tensors_of(optimizer: Optimizer, *, ordered: bool = True) -> list[torch.Tensor]:
+def tensors_of(
+    optimizer: Optimizer, *, ordered: bool = True, values: list[Any] | None = None
+) -> list[torch.Tensor]:
     """Return each parameter with the tensors of its state, then state that no parameter owns.
 
     Args:
         optimizer: The optimizer.
         ordered: Whether state has the order of its keys; else that of its insertion, which is
             faster.
+        values: Gets the state that is neither a tensor nor a container.
     """
     state: dict[Any, Any] = optimizer.state
     found: list[torch.Tensor] = []
     for parameter in parameters_of(optimizer):
-        _gather((parameter, state.get(parameter)), found, ordered=ordered)
+        _gather((parameter, state.get(parameter, ())), found, values, ordered=ordered)
     shared = {key: value for key, value in state.items() if isinstance(key, str)}
-    _gather((shared,), found, ordered=ordered)
+    _gather((shared,), found, values, ordered=ordered)
     return found
 
 
-def _gather(values: Iterable[Any], found: list[torch.Tensor], *, ordered: bool = True) -> None:
+def _gather(
+    items: Iterable[Any],
+    found: list[torch.Tensor],
+    values: list[Any] | None = None,
+    *,
+    ordered: bool = True,
+) -> None:
     # Not a generator, which is slower: this runs three times in each step, for every tensor.
-    for value in values:
+    for value in items:
         if hasattr(value, "untyped_storage"):
             if hasattr(value, "_local_tensor") or not hasattr(value, "__tensor_flatten__"):
                 found.append(value)
             else:
                 _gather([getattr(value, name) for name in _parts_of(value)], found)
         elif isinstance(value, dict):
-            items = [value[key] for key in sorted(value, key=str)] if ordered else value.values()
-            _gather(items, found, ordered=ordered)
+            inner = [value[key] for key in sorted(value, key=str)] if ordered else value.values()
+            _gather(inner, found, values, ordered=ordered)
         elif isinstance(value, (list, tuple)):
-            _gather(value, found, ordered=ordered)
+            _gather(value, found, values, ordered=ordered)
+        elif values is not None and value is not None:
+            values.append(value)
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the distance from the first to the last element, in the unit of the strides."""
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _parts_of(tensor: Any) -> Sequence[str]:
@@ -465,9 +523,34 @@ def _before_step(optimizer: Optimizer, args: Sequence[object], kwargs: object) -
     for watch in list(_watches):
         with watch.noting_failures(optimizer):
             watch.before(optimizer, has_closure=len(args) > 1 or bool(kwargs))
+    # The optimizer's own hooks run after this one. What they change would be missing in a replay:
+    # so steps are noted before its post-hooks, and compared again after its pre-hooks.
+    pre, post = _own_hooks(optimizer)
+    if _watches and pre:
+        pre[_KEY] = _compare_again
+    if _watches and post:
+        post[_KEY] = _note_step
+        post.move_to_end(_KEY, last=False)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
+    pre, post = _own_hooks(optimizer)
+    pre.pop(_KEY, None)
+    if post.pop(_KEY, None) is None:
+        _note_step(optimizer)
+
+
+def _own_hooks(optimizer: Any) -> tuple[OrderedDict[Any, Any], OrderedDict[Any, Any]]:
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001
+
+
+def _compare_again(optimizer: Optimizer, *_: object) -> None:
+    for watch in list(_watches):
+        with watch.noting_failures(optimizer):
+            watch.compare(optimizer)
+
+
+def _note_step(optimizer: Optimizer, *_: object) -> None:
     for watch in list(_watches):
         with watch.noting_failures(optimizer):
             watch.after(optimizer)

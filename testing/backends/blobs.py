@@ -490,6 +490,18 @@ def synced_bytes_are_readable_while_the_blob_grows(open_root: OpenRoot) -> None:
 
 
 @promise
+@declared(lambda capabilities: capabilities.appends, "durable appends (appends)")
+def synced_bytes_stay_after_an_abort(open_root: OpenRoot) -> None:
+    with closing(open_root("appends")) as backend, closing(open_root("appends")) as other:
+        data = pattern(5000)
+        writer = backend.create("data/log.raw")
+        writer.write([WriteRequest(0, (memoryview(data),))])
+        writer.sync(len(data))
+        writer.abort()
+        expect_equal(read_all(other, "data/log.raw", len(data)), data)
+
+
+@promise
 def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
     with closing(open_root("capabilities")) as backend:
         before: object = backend.capabilities  # its constructor refuses values that core cannot use
@@ -512,5 +524,6 @@ ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     an_abort_leaves_a_later_blob_of_its_name_alone,
     another_instance_sees_sealed_blobs,
     synced_bytes_are_readable_while_the_blob_grows,
+    synced_bytes_stay_after_an_abort,
     capabilities_are_sane_and_steady,
 )

@@ -262,3 +262,179 @@ def test_other_trainings_of_the_process_do_not_matter(tmp_path):
             other.step()
             assert ckpt.log(training.state, number)
         assert ckpt.latest() == 3
+
+
+class Failing:
+    """A value whose description fails while `fails` is set."""
+
+    fails = False
+
+    def state_dict(self):
+        if self.fails:
+            raise KeyError("simulated")
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_call_that_fails_ends_the_log(tmp_path, caplog):
+    training, failing = Training(), Failing()
+    state = {**training.state, "failing": failing}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        training.step()
+        assert ckpt.log(state, 2)
+        training.step()
+        failing.fails = True
+        with pytest.raises(penstock.PenstockError):
+            ckpt.log(state, 3)
+        failing.fails = False
+        training.step()
+        assert not ckpt.log(state, 4)
+        assert ckpt.latest() == 2
+    assert "ends after step 2: log failed" in caplog.text
+
+
+def test_state_without_a_key_of_the_checkpoint_ends_the_log(tmp_path, caplog):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        training.step()
+        assert not ckpt.log({"model": training.model, "optimizer": training.optimizer}, 3)
+    assert "the state of this call lacks rng, scaler, scheduler" in caplog.text
+
+
+def test_another_optimizer_ends_the_log(tmp_path, caplog):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        training.optimizer = torch.optim.AdamW(training.model.parameters())
+        assert not ckpt.log(training.state, 3)
+    assert "optimizer is not the optimizer that was saved or restored" in caplog.text
+
+
+def test_python_values_in_the_state_of_an_optimizer_end_the_log(tmp_path, caplog):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        training.step()
+        training.optimizer.state["count"] = 7
+        assert not ckpt.log(training.state, 3)
+    assert "AdamW was changed outside a step" in caplog.text
+
+
+def test_buffer_in_the_memory_of_parameters_ends_the_log(tmp_path, caplog):
+    flat = torch.zeros(8)
+    weight = torch.nn.Parameter(flat[:4])
+    optimizer = torch.optim.SGD([weight], 0.1)
+    state = {"weight": weight, "optimizer": optimizer, "count": flat[4:], "part": weight[:2]}
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 1, mode="blocking")
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        assert not ckpt.log(state, 2)
+    assert "state/count has memory beside that of parameters" in caplog.text
+
+
+def clamp(optimizer, *_):
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_an_optimizer_that_change_parameters_end_the_log(tmp_path, caplog, kind):
+    training, ckpt = begun(tmp_path)
+    with ckpt:
+        for number in (3, 4, 5):  # the first steps have a proof
+            training.step()
+            assert ckpt.log(training.state, number)
+        getattr(training.optimizer, f"register_step_{kind}_hook")(clamp)
+        training.step()
+        assert not ckpt.log(training.state, 6)
+    assert "ends after step 5: a parameter or the state of AdamW was changed" in caplog.text
+
+
+def test_post_hooks_may_change_gradients_and_options(tmp_path):
+    training, ckpt = begun(tmp_path)
+
+    def halve(optimizer, *_):
+        optimizer.param_groups[0]["weight_decay"] /= 2
+        training.model[0].weight.grad.data.zero_()
+
+    with ckpt:
+        training.optimizer.register_step_post_hook(halve)
+        for number in (3, 4, 5):
+            training.step()
+            assert ckpt.log(training.state, number)
+        bits = training.bits()
+    other = Training(seed=9)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other.state).step == 5
+    assert equal(bits, other.bits())
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.01 / 8
+
+
+def test_save_by_a_signal_handler_during_a_call_ends_the_log(tmp_path, caplog):
+    training, ckpt = begun(tmp_path)
+
+    class Interrupted(dict):
+        def items(self):  # describing the state runs the handler in the middle of the call
+            if number == 3 and not handled:
+                handled.append(1)
+                ckpt.save(training.state, number, mode="blocking")
+            return super().items()
+
+    handled = []
+    with ckpt:
+        for number in (3, 4):
+            training.step()
+            assert ckpt.log(Interrupted(training.state), number) == (number == 3)
+        bits = training.bits()
+        assert ckpt.latest() == 3
+        training.step()
+        ckpt.save(training.state, 5)
+    assert "a signal handler has saved or logged during this call" in caplog.text
+    assert bits
+
+
+def test_log_after_a_restore_of_an_older_checkpoint_needs_a_rewind(tmp_path):
+    training = Training()
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        for number in (1, 5):
+            training.step()
+            ckpt.save(training.state, number, mode="blocking")
+        ckpt.restore(training.state, 1)
+        training.step()
+        assert not ckpt.log(training.state, 2)
+        assert "call rewind(1) first" in ckpt._log.recorder.ended
+        ckpt.rewind(1)
+        ckpt.restore(training.state)
+        training.step()
+        assert ckpt.log(training.state, 2)
+        assert ckpt.latest() == 2
+
+
+@pytest.mark.parametrize("close", ["close", "error"])
+def test_durable_entries_stay_after_a_full_disk(tmp_path, close):
+    training = Training()
+    store = FaultyBackend(PosixBackend(PosixConfig(path=str(tmp_path))))
+    ckpt = penstock.Checkpointer(store)
+    training.step()
+    ckpt.save(training.state, 1, mode="blocking")
+    for number in (2, 3):
+        training.step()
+        assert ckpt.log(training.state, number)
+    ckpt._log.recorder.flush()
+    failure = penstock.StorageFullError("simulated")
+    store.fail("write", failure, match="/log/", times=None)
+    training.step()
+    ckpt.log(training.state, 4)
+    store_of_failure = failure.with_traceback(failure.__traceback__)  # it refers to the writer
+    if close == "close":
+        ckpt.close()
+    else:
+        ckpt.__exit__(KeyError, KeyError("simulated"), None)
+    assert store_of_failure is failure
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.latest() == 3
+        assert ckpt.restore(training.state).step == 3
