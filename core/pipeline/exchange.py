@@ -53,7 +53,7 @@ _NO_ANSWER = (1 << 32) - 1  # the number of a message that needs none
 
 
 class TakersStuckError(RestoreError):
-    """Another process of the host does not take its bytes. The caller continues alone."""
+    """Another process of the host does not take the bytes lent to it. Nothing more is lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Share:
 
     Attributes:
         number: Its number, the same in all processes.
-        job: The frame, and where its bytes go here.
+        job: The frame, and where its bytes go in this process.
         span: The bytes within the chunk.
         reader: The process that reads them.
         takers: The processes that the reader lends them to.
@@ -77,7 +77,7 @@ class Share:
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """Bytes in the window, and the number of processes that still take them."""
+    """Bytes in the window, and the number of processes that have not taken them yet."""
 
     block: Block
     takers: int
@@ -94,11 +94,11 @@ class Peer:
         number: Its number among the processes.
         socket: Keeps message boundaries (`SOCK_SEQPACKET`).
         window: Its memory, read-only.
-        quiet: Expires when it sends nothing for too long.
-        awaited: The pieces that it must read, by number.
-        unanswered: The loans to it, by the number of the message.
-        sent: The number of messages so far.
-        gone: Whether it no longer takes or lends.
+        quiet: Expires when it sends no piece for too long.
+        awaited: The pieces that it has to lend and has not lent yet, by number.
+        unanswered: The loans to it that it has not answered, by the number of the message.
+        sent: The number of messages that needed an answer so far.
+        gone: Whether nothing more is lent to it or taken from it.
     """
 
     number: int
@@ -137,12 +137,12 @@ class Exchange:
             own: The pieces that this process reads.
             taken: The pieces that others read.
             place: Puts the bytes of a piece into their place here.
-            timing: Has the interval at which the thread polls (`poll_s`).
+            timing: The interval at which the thread polls, the time limit of `close`, and a clock.
         """
         self.window = window
         self.bytes_taken = 0
         self._own = {id(share.job): share for share in own}
-        # For pieces no longer in `_own`: a taker that got no message about one, and the piece.
+        # `(taker, piece)` for each piece that is no longer in `_own`, but was not sent to the taker.
         self._unsent: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
         for share in taken:
@@ -154,8 +154,8 @@ class Exchange:
         self._limit_s = min((peer.quiet.limit_s for peer in peers), default=0.0)
         self._changed = threading.Condition()  # guards `unanswered`, `gone` and `_left`
         self._left: list[Share] = []
-        # The taking thread drops these. A dropped process overwrites its window, so that thread
-        # must not be copying from it.
+        # Only the taking thread may drop these. A dropped process may overwrite its window, which
+        # must not happen while that thread copies from it.
         self._deaf: list[Peer] = []
         self._lends = bool(own)
         self._given_up = False
@@ -184,7 +184,7 @@ class Exchange:
             return block
 
     def lend(self, lent: Sequence[tuple[FrameJob[CodecChain], Block]]) -> None:
-        """Lend verified pieces, each in a window block that is released after all took it.
+        """Lend verified pieces, each in a window block that is released once all have taken it.
 
         Raises:
             TakersStuckError: A process does not take its pieces.
@@ -313,7 +313,8 @@ class Exchange:
             raise self._stuck()
 
     def _stuck(self) -> TakersStuckError:
-        return TakersStuckError(f"a rank of this host took nothing for {self._limit_s:g} s")
+        msg = f"a rank of this host has not taken the bytes lent to it for {self._limit_s:g} s"
+        return TakersStuckError(msg)
 
     def _release(self, loans: Sequence[_Loan]) -> None:
         """Note that one taker no longer needs these loans; the caller holds `_changed`."""
@@ -354,7 +355,7 @@ class Exchange:
             still = [peer for peer in waits if peer.awaited and peer.quiet.is_over()]
             for peer in (*still, *self._deaf):
                 if not peer.gone:
-                    log.warning("a rank of this host hangs: this rank reads its share, too")
+                    log.warning("a rank of this host hangs, so this rank reads its share, too")
                     poller.unregister(peer.socket.fileno())
                     self._drop(peer, ended=False)
 

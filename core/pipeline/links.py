@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
-    """Return `context` for `codec`: with its frame's version, and a base only if it needs one.
+    """Return `context` for `codec`: with its version, and with the base only if it needs one.
 
-    If the codec that needs the base declines, the next codec must not get the base, since no reader
-    would know that the frame needs it.
+    If the codec that needs the base declines, the next codec must not get the base: no reader would
+    know that the frame needs it.
     """
     base = context.base if codec.needs_base else None
     return replace(context, version=version, base=base)
@@ -41,7 +41,7 @@ def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecCon
         length: Bytes of its output.
 
     Raises:
-        CodecError: The codec describes its output wrongly, or the output does not fit `length`.
+        CodecError: The codec's description of its output is invalid, or contradicts `length`.
     """
     output = _output(codec, replace(context, base=None))
     if output.elementwise:
@@ -98,7 +98,10 @@ def _output(codec: Codec, context: CodecContext) -> CodecOutput:
     with _calling(codec, lambda: f"failed to describe its output for {context.dtype}"):
         output: object = codec.output(context)
     if not isinstance(output, CodecOutput) or not _is_valid(output):
-        msg = f"codec {codec.name} broke its contract: output is {output!r}, no valid CodecOutput"
+        msg = (
+            f"codec {codec.name} broke its contract: output is {output!r}, which is not a valid "
+            "CodecOutput"
+        )
         raise CodecError(msg)
     return output
 

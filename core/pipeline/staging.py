@@ -1,16 +1,16 @@
 """Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
-An expected arena is touched in the background: untouched memory copies at a tenth of the speed,
-since the kernel, and a hypervisor below it, must allocate it first.
+`touch` maps and touches an arena in the background. Copying into untouched memory is ten times
+slower, since the kernel, and a hypervisor below it, must allocate it first.
 
 Arenas use huge pages if the system has them. With pages of 4 KiB, a disk moves half as much (0.8 to
 1.3 GB/s instead of 1.8 to 2.2). A forked child gets zeros in place of an arena, so a fork causes no
 copy-on-write faults, which slow copies down to a tenth.
 
-Virtual machines that return free memory to their host get small pages faster (2 to 3 GB/s). Arenas
-use huge pages there too, since small ones slow down each later save. A sample at the head of an
-arena cannot detect such a machine: the first 150 to 700 MB of huge pages still have memory (3 to 6
-GB/s, then 0.7).
+A virtual machine that returns free memory to its host gets small pages faster (2 to 3 GB/s). Arenas
+use huge pages there too, since small ones slow down each later save. Touching the beginning of an
+arena does not show whether a machine is of this kind: its host still backs the first 150 to 700 MB
+of huge pages (3 to 6 GB/s, and 0.7 after them).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Arena:
         address: Its first address.
         size: Its bytes.
         free: Disjoint `(offset, length)` extents in whole pages, ascending.
-        touching: Touches the arena; None: all of it may be used.
+        touching: Touches the arena, which may be used as far as it is touched; None: all may.
         unpin: Ends the registration with CUDA; None: the arena is not registered.
     """
 
@@ -71,7 +71,7 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the requested length, its address the phase."""
+    """A reserved piece of an arena. `view` has the requested length, and its address the phase."""
 
     arena: Arena
     offset: int
@@ -128,7 +128,7 @@ class Staging:
         Args:
             total_bytes: The bytes of all blocks that the save reserves.
             largest_bytes: The bytes of its largest block, phase included.
-            copied_from: The CUDA device whose copies write to the arena, if any do.
+            copied_from: The CUDA device that is copied from, if any; pins the memory.
         """
         self.was_short = False
         with self._lock:
@@ -359,7 +359,7 @@ class ThreadMemory(threading.local):
     def shrink(self) -> None:
         """Free pieces larger than usual chunks need; none may be in use.
 
-        Otherwise a few odd frames would hold gigabytes for the life of the thread.
+        If they were kept, a few odd frames would hold gigabytes for the life of the thread.
         """
         for which, view in enumerate(self._views):
             if view.nbytes > _KEPT_BYTES:
