@@ -88,7 +88,10 @@ class TemplatesOfRanks:
         self._session: RankSession[RestoreRound]
         self._fit: TemplateFit | None = None
         self.lacked: Sequence[int] = ()
-        """The numbers in `extra` that no rank's template has; on rank 0, once all have restored."""
+        """The positions in `TemplateFit.extra` of the objects that no rank's template has.
+
+        Known only on rank 0, once all ranks have restored.
+        """
 
     def begin(self, session: RankSession[RestoreRound]) -> None:
         """Set the round; called before any other method."""
@@ -103,7 +106,7 @@ class TemplatesOfRanks:
         return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
-        """Return `fit` with only those faults that are true for the templates of all ranks.
+        """Return `fit` without the faults that the template of another rank does not have.
 
         Raises:
             RoundOverError: Another rank has failed.

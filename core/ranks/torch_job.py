@@ -1,4 +1,4 @@
-"""Ranks of a torch.distributed job: the rank of this process, and the store for agreement.
+"""Finds the rank of this process in a torch.distributed job, and the store for agreement.
 
 The store is a clone of the job's own store. A wait on one client of a TCPStore delays all other
 calls of that client, and training's calls must not wait for ours. No process group is used:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# After a call that has hung for its whole time, others wait for this share of their time.
+# After a call has hung for its whole time limit, later calls wait for this share of theirs.
 _HELD_UP_SHARE = 1 / 4
 # The n-th instances of all ranks belong together: all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -100,7 +100,7 @@ class TorchCoordination(Coordination):
             ConfigError: The store cannot be used.
         """
         check_blob_name(prefix)
-        distributed: Any = import_module("torch.distributed")  # its types know no bytes
+        distributed: Any = import_module("torch.distributed")  # its type hints omit bytes
         if store is None:  # private, but torch's own `new_group` also takes the store this way
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
@@ -113,7 +113,7 @@ class TorchCoordination(Coordination):
         is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
         self._died = "" if is_rank_0 else "rank 0 probably died: "
         self._broken: tuple[Deadline, str] | None = None  # no call before this deadline, and why
-        self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
+        self._late: Future[Any] | None = None  # a call that exceeded its time, and may still hang
         self._original = store  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
@@ -179,7 +179,7 @@ class TorchCoordination(Coordination):
 
     def _set(self, key: str, data: bytes) -> None:
         self._store.set(key, data)
-        # A TCPStore does not wait for an answer to `set`; this does, and so proves the post.
+        # A TCPStore does not wait for an answer to `set`. `check` does, and so proves the post.
         self._store.check([key])
 
     def _read(self, keys: list[str]) -> list[bytes | None]:
@@ -198,8 +198,9 @@ class TorchCoordination(Coordination):
             raise CoordinationError(msg)
         if self._broken is not None and not self._broken[0].is_over():
             raise CoordinationError(self._broken[1])
-        # A hanging call delays all later calls: each would wait for its whole time, one by one.
-        # After it ends, each gets that time again, or a slow store would never be heard again.
+        # A hanging call delays all later calls, and each would wait for its whole time in turn. So
+        # they wait less while it hangs. Once it has ended, calls get their whole time again, since
+        # a slow store would otherwise never answer in time.
         if self._late is not None:
             limit_s = self._call_s * _HELD_UP_SHARE
             if wait([self._late], limit_s).not_done:

@@ -1,4 +1,4 @@
-"""Reports of the public calls, and the handle of a save."""
+"""Defines the reports of the public calls, and the handle of a save."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SaveInterval:
         overhead: The share of the training time that saves, and logs if the run logs, cost the
             training thread.
         lost_steps: The steps that a crash loses on average: half an interval, plus the steps
-            trained while a save becomes durable. With a log at most one, which is then the value.
+            trained while a save becomes durable. With a log, 1: a crash loses at most one step.
         lost_seconds: The same in seconds of training.
     """
 
@@ -127,7 +127,8 @@ class SaveReport(HtmlTable):
         exclusive: Whether the store itself decided which saver owns the step.
         deferred_bytes: The bytes captured after `save` returned and before the fence let training
             pass.
-        straight_bytes: The bytes written directly from live tensors because staging was too small.
+        straight_bytes: The bytes written directly from live tensors: in mode `blocking` as many as
+            possible, otherwise only those for which staging was too small.
         seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` runs
             from the call of `save` until the checkpoint is durable. `blocked` is the time for
             which the caller was blocked: in mode `blocking` the whole save, otherwise the call of
@@ -137,8 +138,8 @@ class SaveReport(HtmlTable):
         tiers: The tiers that had the whole checkpoint at the time of the report, fastest first;
             empty without tiers.
         codecs: The choices of rules with `codecs = "auto"`, one per class of objects.
-        ranks: The number of ranks that saved it together. The figures above count only this rank's
-            work.
+        ranks: The number of ranks that saved the checkpoint together. The figures above count only
+            this rank's work.
         total: The sum over all ranks.
         interval: When the next save is due, and why. Set only on rank 0, which decides it, and only
             if the run uses `Checkpointer.due`.
@@ -319,7 +320,7 @@ class Damage:
 
     Attributes:
         what: The path of the object, or the name of the blob or record.
-        detail: A sentence that describes the damage.
+        detail: A description of the damage.
         blob: The damaged blob; empty for a record.
     """
 
@@ -330,7 +331,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class LendingSave:
-    """A save from which a checkpoint borrows blobs: a link in its chain of deltas.
+    """A save from which a checkpoint borrows blobs, such as a link in its chain of deltas.
 
     Attributes:
         uid: The uid of the save.
@@ -376,19 +377,20 @@ class VerifyReport(HtmlTable):
         objects: The number of objects, including tied ones.
         frames: The number of frames read.
         bytes_read: The bytes read from manifest and blobs.
-        deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
+        deep: Whether every frame was read. If not, only the manifest was read, and the sizes of the
+            blobs were checked.
         seconds: The duration of the verification.
         repairs: With `repair`, the repair of each damaged copy.
         tiers: For a run with tiers, the tiers that have the checkpoint.
         not_decoded: Messages about frames that were not decoded because their codec is not
             installed. Their stored bytes were still compared, and are whole unless `damaged` lists
             them.
-        lossy: The lossy codecs of the objects, with which the save rounded values. A whole object
-            still decodes to the rounded values.
-        links: The other saves with damaged blobs, which are links in the checkpoint's chain.
+        lossy: The lossy codecs of the objects. The save rounded their values, so even undamaged
+            objects decode to rounded values.
+        links: The other saves from which the checkpoint borrows damaged blobs.
         logged_entries: The number of entries of the checkpoint's log.
-        torn_logs: The ends of segments that have no whole entry, which is no damage: one was being
-            written, now or when its process was killed.
+        torn_logs: The places where a segment of the log ends in an incomplete entry. This is not
+            damage: the entry is still being written, or its process was killed while writing it.
     """
 
     step: int
@@ -443,7 +445,7 @@ class CopyFound:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(HtmlTable):
-    """Facts about a checkpoint from its commit record and its notes.
+    """Facts about a checkpoint from its commit record and its annotations.
 
     Attributes:
         step: The step.
