@@ -299,7 +299,7 @@ class ChainChoices:
         return True
 
     def _choice_for_few(self) -> CodecChoice:
-        """Return the choice for few bytes: a separate blob would cost more time than they do."""
+        """Return the choice for a class or chunk of few bytes, not worth a separate blob."""
         codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:

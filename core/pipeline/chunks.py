@@ -23,8 +23,8 @@ class Captured:
     Attributes:
         index: Number of the chunk in the plan.
         view: Its raw bytes.
-        block: The staging memory to release after use, if the bytes are there.
-        end_hold: Lets the live memory that holds the bytes change again, if they are there.
+        block: The staging memory that holds the bytes; None if they are in live memory.
+        end_hold: Ends the hold on live memory; None if the bytes are not there.
     """
 
     index: int

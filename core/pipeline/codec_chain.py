@@ -40,7 +40,10 @@ def checksum(view: Buffer) -> int:
 
 
 def content_hash(view: Buffer) -> int:
-    """Return xxh3-128 of `view`, without copying or the GIL: equal hashes mean equal bytes."""
+    """Return xxh3-128 of `view`, without copying and without the GIL.
+
+    Chunks with equal hashes count as equal.
+    """
     return xxhash.xxh3_128_intdigest(view)
 
 
@@ -72,8 +75,8 @@ class EncodedFrame:
         raw_checksum: xxh3-64 of the decoded bytes: the chunk, or lossy codecs' version of it.
         lengths: Output length of each codec that encoded the chunk, except the last.
         declined: Numbers of the codecs of the chain that declined the chunk or were skipped,
-            ascending. The other codecs decode the frame. If there are none, nothing was written,
-            and the chunk itself must be stored.
+            ascending. The other codecs decode the frame. If no codec has encoded the chunk, nothing
+            was written, and the chunk itself must be stored.
         errors: The worst errors of each range passed to `encode`; empty unless a lossy codec
             encoded the chunk. None for elements that are not floats.
     """
@@ -87,7 +90,7 @@ class EncodedFrame:
 
 
 class CodecChain:
-    """Codecs in the order of encoding. Thread-safe.
+    """A sequence of codecs, in the order of encoding. Thread-safe.
 
     The first codec that accepts a chunk gets the chunk itself. Each later codec gets the output of
     the one before, as elements of the dtype that the earlier codec declares for its output.

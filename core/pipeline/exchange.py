@@ -1,13 +1,14 @@
 """Lends verified bytes to other processes of the host through shared memory, and takes theirs.
 
 Each process reads into a window: its own memory, which the others map read-only. Messages use
-sockets, which deliver them after the bytes and close when a process dies. Three rules make this
-safe:
+sockets: when a message arrives, its bytes are already in the window, and a socket closes when its
+process dies. Three rules make this safe:
 
 * bytes are announced only after they are verified;
-* a taker answers when it has copied them, and a place is reused only after all takers answer;
-* a process does not wait for a peer that does not answer. It gives up its own window instead, so
-  that a stopped peer that continues hours later still finds the bytes announced to it.
+* a taker answers when it has copied the bytes, and their place in the window is reused only after
+  all takers have answered;
+* a process waits only a limited time for an answer, and then no longer uses its own window. So a
+  stopped peer that continues hours later still finds the bytes announced to it.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Exchange:
         place: Callable[[Share, memoryview], None],
         timing: Timing,
     ) -> None:
-        """Prepare; `start` begins.
+        """Prepare the exchange; `start` starts its thread.
 
         Args:
             window: Allocates the memory that the others see, from one arena.
@@ -230,7 +231,7 @@ class Exchange:
     # -- the waiting thread ----------------------------------------------------------------------
 
     def wait(self, ended: Callable[[], bool]) -> list[FrameJob[CodecChain]]:
-        """Wait until other processes lend no more.
+        """Wait until the other processes lend nothing more.
 
         Args:
             ended: Returns whether the ranks have given up this restore.

@@ -33,10 +33,10 @@ def context_for(codec: Codec, context: CodecContext, version: int) -> CodecConte
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
     """Return the facts about the output of `codec`, for the next codec.
 
-    Writers and readers get the same facts, since they depend on options and lengths alone.
+    Writers and readers get the same facts, since the facts depend only on options and lengths.
 
     Args:
-        codec: The codec, which encodes the chunk.
+        codec: A codec that has not declined the chunk.
         context: The facts about its chunk, from `context_for`.
         length: Bytes of its output.
 
@@ -83,7 +83,7 @@ def _with_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Convert errors that `codec` raises to CodecError; PenstockError and `passing` propagate."""
+    """Convert errors of `codec` to CodecError, except PenstockError and `passing`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield
@@ -136,7 +136,7 @@ def load_link(codec: Codec) -> None:
 def encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int | Declined:
-    """Call `Codec.encode`; raise CodecError if it fails, or returns no length within `target`."""
+    """Call `Codec.encode`; raise CodecError if it fails, or its result does not fit `target`."""
     with _calling(codec, lambda: f"failed on {source.nbytes} bytes of {context.dtype}"):
         length = codec.encode(source, target, context=context)
     if isinstance(length, Declined):

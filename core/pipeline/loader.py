@@ -159,8 +159,8 @@ class Loader:
         piece_bytes: Raw frames that pass through scratch memory are read in pieces of this size,
             rounded up to whole blocks.
         by_copy: Whether whole raw frames, too, are read into scratch memory and copied from there.
-            None: the first `run` decides, and copies only if the store prefers huge pages and the
-            targets are unlikely to have them.
+            None: the first `run` decides. It copies only if the store reads with direct I/O and
+            prefers huge pages, which targets are unlikely to have.
         reader: Verifies, decodes and places the bytes.
     """
 
@@ -254,7 +254,7 @@ class Loader:
         return stats
 
     def _borrow(self, size_bytes: int) -> Staging:
-        """Return scratch memory for one run; two runs that share it could deadlock."""
+        """Return scratch memory for one run, since two runs that share it could deadlock."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self.reader = FrameReader()
@@ -335,7 +335,7 @@ class _Session:
         return self._stats
 
     def cancel(self) -> None:
-        """Make `run` end soon, from any thread."""
+        """Make `run` end soon; any thread may call this."""
         self._cancelled = True
 
     def stuck(self) -> StorageTimeoutError:
@@ -648,7 +648,7 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
     except (OSError, OverflowError, ValueError) as error:
         msg = (
             f"a frame of {job.blob} must be read in one piece of {span.length} bytes, but this "
-            f"process cannot get that much memory: {error}"
+            f"process cannot get that much memory: {error}. Free memory, or raise its limit"
         )
         raise RestoreError(msg) from error
 
@@ -730,8 +730,8 @@ class FrameReader:
 
         Args:
             job: The frame, whose encoded links have codec contexts.
-            stored: All stored bytes of each of `job.links`, lowest base first. At most two are held
-                at once.
+            stored: All stored bytes of each frame in `job.links`, the lowest base first. Keeps no
+                more than two of them at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
@@ -786,7 +786,7 @@ def _decode_frame(
     """Decode a frame into `out`, and compare the result with its checksum.
 
     Raises:
-        DamagedError: The frame does not decode to the encoded bytes; names the blob.
+        DamagedError: The frame does not decode to the bytes that were encoded; names the blob.
     """
     frame, chain = job.frame, job.chain
     assert chain is not None

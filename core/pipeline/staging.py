@@ -5,7 +5,7 @@ slower, since the kernel, and a hypervisor below it, must allocate it first.
 
 Arenas use huge pages if the system has them. With pages of 4 KiB, a disk moves half as much (0.8 to
 1.3 GB/s instead of 1.8 to 2.2). A forked child gets zeros in place of an arena, so a fork causes no
-copy-on-write faults, which slow copies down to a tenth.
+copy-on-write faults, which would slow copies down to a tenth.
 
 A virtual machine that returns free memory to its host gets small pages faster (2 to 3 GB/s). Arenas
 use huge pages there too, since small ones slow down each later save. Touching the beginning of an
@@ -48,15 +48,16 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Arena:
-    """One mapping.
+    """One memory mapping, in which blocks are reserved.
 
     Attributes:
         memory: The mapping.
         view: A view of all of it.
         address: Its first address.
-        size: Its bytes.
+        size: Its size in bytes.
         free: Disjoint `(offset, length)` extents in whole pages, ascending.
-        touching: Touches the arena, which may be used as far as it is touched; None: all may.
+        touching: Touches the arena. While it does, only touched memory may be used. None: all of
+            the arena may be used.
         unpin: Ends the registration with CUDA; None: the arena is not registered.
     """
 
@@ -71,7 +72,7 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the requested length, and its address the phase."""
+    """A reserved piece of an arena. `view` has the requested length, and starts at the phase."""
 
     arena: Arena
     offset: int
@@ -81,10 +82,10 @@ class Block:
 
 
 class Staging:
-    """Page-granular first-fit allocator over arenas. Thread-safe.
+    """Reserves whole pages of arenas, where they first fit. Thread-safe.
 
-    `acquire` returns at once. A thread calls `wait` only while it holds no block, since two waiting
-    threads with blocks could deadlock.
+    `acquire` does not wait. A thread may call `wait` only while it holds no block, since two
+    waiting threads with blocks could deadlock.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Staging:
         *,
         populate: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Make an allocator.
+        """Create an allocator.
 
         Args:
             budget_bytes: The most bytes of all arenas.
@@ -123,12 +124,13 @@ class Staging:
     def expect(
         self, total_bytes: int, *, largest_bytes: int = 0, copied_from: str | None = None
     ) -> None:
-        """Announce the needs of the next save, so that one arena is mapped for all of it.
+        """Announce the needs of the next save, so that a single arena is mapped for it.
 
         Args:
             total_bytes: The bytes of all blocks that the save reserves.
             largest_bytes: The bytes of its largest block, phase included.
-            copied_from: The CUDA device that is copied from, if any; pins the memory.
+            copied_from: The CUDA device from which data is copied, if any. Its copies are faster
+                because arenas are pinned then.
         """
         self.was_short = False
         with self._lock:
@@ -286,7 +288,7 @@ class _Touching:
 
     @property
     def is_active(self) -> bool:
-        """Whether more memory will be touched; a forked child has no thread that could."""
+        """Whether more memory will be touched. False in a forked child, which lacks the threads."""
         return self.end < self._size and any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:

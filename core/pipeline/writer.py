@@ -87,7 +87,7 @@ class _OpenBlob:
         """The time in which writes of this blob are in flight."""
 
     def submit(self, requests: Sequence[WriteRequest], progress_bytes: int = 0) -> Future[None]:
-        """Begin to write; count `progress_bytes` once written."""
+        """Begin to write; report `progress_bytes` once everything is written."""
 
         def done(future: Future[None]) -> None:
             self.busy.stop()

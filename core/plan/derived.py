@@ -1,7 +1,7 @@
 """Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
 
 A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
-for the optimizer. The capture checks whether the first equals the rounded second.
+for the optimizer. The capture checks whether the rounded master equals the weight.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _few(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _fits(planned: PlannedObject, master: PlannedObject) -> bool:
-    """Return whether the two can be compared while neither may change.
+    """Return whether object and master can be compared while neither may change.
 
     They are compared when the object is captured. If the master could change before its own
     capture, the stored values would differ from those compared.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at`."""
+    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at` of it."""
 
     path: ObjectPath
     dtype: str
@@ -214,7 +214,7 @@ class EarlierFrames:
             by_key: The frames by the keys of their chunks.
             shared: The frames to find by content, each with the context that codecs get for its
                 chunk. Frames of a save are left out if the checkpoint uses less than half of that
-                save's blobs, since a chunk or two would keep all its data alive.
+                save's blobs, since a few shared chunks would keep all of that save's data alive.
         """
         self.by_key = by_key or {}
         known = list(shared)
@@ -230,7 +230,7 @@ class EarlierFrames:
     def equal(
         self, content: int, context: CodecContext, elements: tuple[str, int] | None, chain: Chain
     ) -> StoredFrame | None:
-        """Return a frame that a reader decodes to the chunk.
+        """Return a frame that a reader decodes to the chunk; None if there is none.
 
         Args:
             content: The hash of the bytes of the chunk.

@@ -141,7 +141,10 @@ class _Search:
                 common = (common_region(region, r) for r in self._regions if r is not region)
                 twice = min((c.offsets for c in common if c is not None), default=None)
                 if twice is None:
-                    return f"no whole copy has elements {self._shown(region.offsets)}"
+                    return (
+                        f"the shard with elements {self._shown(region.offsets)} "
+                        "is in no complete copy"
+                    )
                 return f"several shards have elements {self._shown(twice)}"
             copied |= set(copy)
         return None

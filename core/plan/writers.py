@@ -113,8 +113,8 @@ def chunks_of_rank(
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
     """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
 
-    Of data replicated on a mesh, each rank counts only its share, so the other bytes of all ranks
-    add up to the bytes that are stored of them.
+    Of data replicated on a mesh, each rank counts only its share. So the sum of the second number
+    over all ranks is what they store of this data.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):

@@ -1,6 +1,6 @@
 """Creates plugins from entry points on first use, and chooses the provider of a type or form.
 
-Every error names the distribution; a plugin's failure never affects other plugins.
+Every error names the distribution. A third party's broken plugin does not affect other plugins.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Registry:
             self._providers = self._replayers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
-        """Return a copy of this registry with these choices, or this registry if there are none."""
+        """Return a copy of this registry that also prefers `choices`; itself if there are none."""
         if not any(choices.values()):
             return self
         with self._lock:
@@ -175,7 +175,7 @@ class Registry:
         """Return the class of the codec `name`.
 
         Raises:
-            PluginError: The codec does not exist, is broken, or several distributions claim it.
+            PluginError: The codec is not installed or broken, or several distributions claim it.
         """
         return cast("type[Codec]", self._class("codec", name))
 
@@ -183,7 +183,7 @@ class Registry:
         """Return the codec `name` with a user's options.
 
         Raises:
-            PluginError: The codec does not exist, is broken, or several distributions claim it.
+            PluginError: The codec is not installed or broken, or several distributions claim it.
             ConfigError: The options are not valid for the codec.
         """
         cls = self.codec_class(name)
@@ -230,7 +230,7 @@ class Registry:
         """Return the class of the backend `name`.
 
         Raises:
-            PluginError: The backend does not exist, is broken, or several distributions claim it.
+            PluginError: The backend is not installed or broken, or several distributions claim it.
         """
         return cast("type[Backend]", self._class("backend", name))
 

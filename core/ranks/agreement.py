@@ -387,7 +387,7 @@ class SaveAgreement(RankSession[SaveRound]):
         stays = "" if latest is None else f"Step {latest} stays the latest."
         if phase is Phase.COMMITTED:
             error: PenstockError = SaveError(
-                f"step {step} is committed: this rank gave up too late"
+                f"step {step} is committed: this rank failed too late to prevent it"
             )
         elif phase is Phase.STOPPED:
             error = self._stopped(f"step {step} was not saved")

@@ -1,4 +1,4 @@
-"""Joins the ranks that save and restore together: their places, and the store that they share."""
+"""Joins the ranks that save and restore together, through the store that they share."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Parting:
         self._gone = True
 
     def post(self) -> None:
-        """Post the rounds for which this rank no longer needs the store.
+        """Post up to which round this rank no longer needs the store.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -486,7 +486,7 @@ class RanksOfJob:
         return found
 
     def alone_among_several(self) -> str:
-        """Return a remedy if other processes also seem to save here; may be empty."""
+        """Return a remedy if other processes also seem to save here; empty if none do."""
         count = os.environ.get("WORLD_SIZE", "1")
         if self._config.ranks != "alone" or count == "1":
             return ""

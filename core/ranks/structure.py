@@ -524,7 +524,7 @@ def unpack_numbers(text: str | bytes) -> list[int]:
 def lines_within(nbytes: int, itemsize: int) -> Lines:
     """Return the positions of the bytes of a tensor that ranks compare.
 
-    They do not depend on its device or memory layout.
+    The positions do not depend on the tensor's device or memory layout.
 
     Eight equal strides let one strided view cover all lines of a tensor whose byte count is a
     multiple of 64.

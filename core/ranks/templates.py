@@ -1,7 +1,7 @@
 """Judges the templates of all ranks together: a restore fails only if no rank's template fits.
 
 Each pipeline stage has different objects. A pattern that names the new head matches on one rank
-only, and another stage restores the objects that this stage lacks.
+only, and another stage restores the objects that this stage lacks. Neither is an error.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class TemplatesOfRanks:
     Each rank posts a few bytes that describe how its template fits. A rank whose template fits
     continues at once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's
     verdict; if rank 0 is such a rank, it waits for all others. So if a pattern or the checkpoint
-    fits no rank, no rank has changed anything yet.
+    fits no rank, all ranks learn this before any of them changes an object.
     """
 
     def __init__(self, selection: str) -> None:
-        """Prepare.
+        """Prepare; `begin` must be called before any other method.
 
         Args:
             selection: The selection of this rank's call, as text. It must be the same on all ranks,
@@ -106,7 +106,7 @@ class TemplatesOfRanks:
         return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
-        """Return `fit` without the faults that the template of another rank does not have.
+        """Return `fit` with only those of its faults that the templates of all ranks have.
 
         Raises:
             RoundOverError: Another rank has failed.

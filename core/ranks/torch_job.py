@@ -154,7 +154,7 @@ class TorchCoordination(Coordination):
         return self._call(lambda: bytes(self._store.compare_set(key, "", data)))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait as the contract requires, by polling; more ranks poll less often.
+        """Wait as the contract requires, by polling; the more ranks, the less often.
 
         Does not use the store's own `wait`: it blocks the client, and the C++ library prints a
         warning at each timeout.
@@ -171,7 +171,8 @@ class TorchCoordination(Coordination):
     def close(self) -> None:
         """Close as the contract requires; abandons a call that hangs for the call timeout.
 
-        A thread that returns from the C++ library while the interpreter exits aborts the process.
+        Waits for a call in flight that long, because a thread that returns from the C++ library
+        while the interpreter exits aborts the process.
         """
         self._closed = True
         self._pool.shutdown(wait=False)
@@ -208,7 +209,7 @@ class TorchCoordination(Coordination):
         try:
             future = self._pool.submit(call)
         except RuntimeError as error:
-            msg = "this rank's coordination was closed meanwhile"
+            msg = "this rank's coordination was closed during the call"
             raise CoordinationError(msg) from error
         if wait([future], self._call_s).not_done:
             if not future.cancel():

@@ -197,7 +197,7 @@ class CheckReport(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a save, a restore, a load or a verification.
+    """The progress of an operation that takes `on_progress`, such as a save or a restore.
 
     Attributes:
         bytes_done: The bytes written, or read and verified, so far.
@@ -205,9 +205,9 @@ class Progress:
             or `read`.
         phase: For a save: `capture`, `write`, `commit`, with tiers `drain`, then `durable`,
             `failed` or `skipped`. Any other operation ends with `done` or `failed`. For a restore
-            or load: `plan`, `read`, `place`. For a verification: `manifest`, `read`, with `repair`
-            also `repair`. For an export: `write`, after the phases of a load if it exports a whole
-            tree.
+            or load: `plan`, `read`, `place`. For a comparison: `plan`, `read`. For a verification:
+            `manifest`, `read`, with `repair` also `repair`. For an export: `write`, after the
+            phases of a load if it exports a whole tree.
     """
 
     bytes_done: int
@@ -568,7 +568,8 @@ class SaveHandle:
         captured: Resolves to None once the state is captured and may change.
         committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the tier of
             the save.
-        durable: Resolves to a `SaveReport` once the checkpoint is in a durable tier.
+        durable: Resolves to a `SaveReport` once the checkpoint is durable; with tiers, once the
+            durable tier has it.
     """
 
     def __init__(self, step: int, *, skipped: bool = False) -> None:
