@@ -143,7 +143,7 @@ class Exchange:
         self.window = window
         self.bytes_taken = 0
         self._own = {id(share.job): share for share in own}
-        # `(taker, piece)` for each piece that is no longer in `_own`, but was not sent to it.
+        # `(taker, piece)`: this taker was not sent the piece, which is no longer in `_own`.
         self._unsent: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
         for share in taken:

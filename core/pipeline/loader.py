@@ -540,7 +540,7 @@ class _Session:
             try:
                 raise error
             finally:
-                # Else a cycle (error, traceback, this frame) would keep targets alive.
+                # Otherwise a cycle (error, traceback, this frame) would keep targets alive.
                 del error
         share = -(-len(flight.reads) // self._loader.workers.count)
         for at in range(0, len(flight.reads), share):

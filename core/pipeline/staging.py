@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 # Linux constants that the module `mmap` lacks.
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
-_KEPT_BYTES = 64 << 20  # of each piece of a thread's memory
+_KEPT_BYTES = 64 << 20  # `shrink` frees a piece of a thread's memory that is larger than this
 _TOUCH_THREADS = 2  # twice as fast as one on two cores
-_TOUCH_BYTES = 4 << 20  # by one call: no thread of the process can map memory meanwhile
+_TOUCH_BYTES = 4 << 20  # by one call, during which no thread of the process can map memory
 
 _libc = ctypes.CDLL(None)  # its `madvise` releases the GIL, unlike that of the module `mmap`
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -315,7 +315,7 @@ class _Touching:
             with self._lock:
                 self._open.remove(start)
                 self.end = min([*self._open, self._next, self._size])
-            if not could:  # the arena is used as it is
+            if not could:  # the rest of the arena is used untouched
                 self.give_up()
             self._wake()
 

@@ -237,7 +237,7 @@ def _uses_in(
     if run is not None and place is not None:
         ranges = None if common == shard.region else [run]
         return _uses_of(record, shard, sink, at + place.start - run.start, ranges)
-    gap = record.head.block_bytes - 1  # a smaller gap has no whole block
+    gap = record.head.block_bytes - 1  # a gap up to this size contains no whole block
     runs = region_runs(shard.region.sizes, inside, itemsize, merge_gap_bytes=gap)
     scattered = RegionSink(sink, at, region, shard.region, itemsize)
     return _uses_of(record, shard, scattered, 0, runs)

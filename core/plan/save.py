@@ -27,7 +27,7 @@ SLAB_ALIGNMENT = 64
 
 LARGEST_BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK_BYTES = 256 << 10
-_BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard has 80 bytes of manifest at most
+_BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard may take 80 bytes of the manifest
 
 _DEVICE_PHASE = 64  # that of torch's large CPU tensors, so that a restore meets the same phase
 

@@ -80,7 +80,7 @@ def chunks_of_rank(
         writer_bytes: The fewest bytes that one of several writers gets.
     """
     groups: dict[object, list[int]] = {}
-    held: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
+    held: dict[object, tuple[Replica, bool]] = {}  # `True`: one rank writes the whole group
     leaders = _leaders(plan)
     for number, chunk in enumerate(plan.chunks):
         if chunk.pieces[0].item in leaders:

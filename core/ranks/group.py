@@ -122,7 +122,7 @@ class Parting:
         self._last = -1
         self._needed: set[int] = set()
         self._gone = False
-        self._posting = threading.Lock()  # held during a post, so that the newest is the last one
+        self._posting = threading.Lock()  # held during a post, so that the last post is the newest
 
     def ended(self, number: int) -> None:
         """Record that this rank knows the outcome of this round and of all earlier rounds."""
@@ -438,7 +438,7 @@ class RanksOfJob:
             raise ConfigError(msg)
         self._given = _numbers(given) if isinstance(given, Iterable) else given
         self._name = name or ""
-        self._token = secrets.token_hex(16).encode()  # of one seat, even if requested again
+        self._token = secrets.token_hex(16).encode()  # names one seat, even if requested again
         self._config = config
         self._url = url
         self._group: RankGroup | None = None

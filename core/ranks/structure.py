@@ -262,7 +262,7 @@ def replica_digests(
         replica = entry.replica
         if replica is None or replica.place or entry.path not in lines:
             continue
-        if replica.ranks and replica.count == 1:  # a copy to compare
+        if replica.ranks and replica.count == 1:  # a copy, which `copy_digests` compares
             continue
         digest = _digest(lines[entry.path])
         sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = (

@@ -119,8 +119,8 @@ class TorchCoordination(Coordination):
         self._call_s = call_s
         self._timing = current_timing()
         self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
-        # One thread: a client does one call at a time anyway. Not counted as stuck, so that no
-        # second thread hangs after a call that hangs.
+        # One thread, since a client does one call at a time anyway. The thread never counts as
+        # stuck, since a thread in its place would hang, too.
         self._pool = Pool(1, "penstock-ranks")
         self._touched: set[str] = set()  # existing keys; used by the pool's thread alone
         self._closed = False

@@ -112,7 +112,7 @@ class SaveInterval:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(HtmlTable):
-    """The report of a durable save.
+    """The report of a save whose checkpoint exists.
 
     Attributes:
         step: The step.
@@ -130,11 +130,11 @@ class SaveReport(HtmlTable):
         straight_bytes: The bytes written directly from live tensors: in mode `blocking` as many as
             possible, otherwise only those for which staging was too small.
         seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` runs
-            from the call of `save` until the checkpoint is durable. `blocked` is the time for
-            which the caller was blocked: in mode `blocking` the whole save, otherwise the call of
-            `save` plus the wait at the fence. `plan` covers waiting for an earlier save,
-            describing and planning. `encode` and `write` are the time in which any such work was in
-            flight.
+            from the call of `save` to the commit, and does not include copies to other tiers.
+            `blocked` is the time for which the caller was blocked: in mode `blocking` the same as
+            `total`, otherwise the call of `save` plus the wait at the fence. `plan` covers waiting
+            for an earlier save, describing and planning. `encode` and `write` are the time in which
+            any such work was in flight.
         tiers: The tiers that had the whole checkpoint at the time of the report, fastest first;
             empty without tiers.
         codecs: The choices of rules with `codecs = "auto"`, one per class of objects.
@@ -184,8 +184,8 @@ class CheckReport(HtmlTable):
     Attributes:
         objects: The number of objects, including tied ones.
         bytes_raw: The bytes of the state; tied tensors count once.
-        deferred_bytes: The bytes that a lazy save would capture after it returns and before the
-            fence lets training pass.
+        deferred_bytes: The bytes that the save would capture after it returns and before the fence
+            lets training pass; 0 unless its mode is `lazy`.
         staging_bytes: The most memory that the capture takes, within the option `staging_bytes`.
     """
 
@@ -251,7 +251,7 @@ class RestoreReport(HtmlTable):
 
     Attributes:
         step: The step that was restored.
-        restored: The objects that were restored, in tree order.
+        restored: The objects that were restored, in the order of the checkpoint's tree.
         missing: The selected objects of the template that the checkpoint lacks; only with
             `strict=False`.
         unexpected: The selected objects of the checkpoint that the template lacks. With several
@@ -275,8 +275,8 @@ class RestoreReport(HtmlTable):
         direct_io: Whether the page cache was bypassed.
         fell_back_from: The steps that `on_damage="fallback"` skipped, newest first.
         rescued: Blobs, records and sections of records that were damaged or missing in one tier,
-            each with the tier whose copy was read instead. The bad copy is replaced in the
-            background.
+            each with the tier whose copy was read instead. A checkpointer replaces the bad copies
+            in the background.
         uid: The uid of the restored checkpoint.
         replayed_steps: The logged steps that were replayed onto a checkpoint.
         seconds: `plan`, `read`, `place`, `total`, and `replay` if steps were replayed.
@@ -556,7 +556,7 @@ def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C arrives in the main thread
-        log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - its frames live on
+        log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - keeps its frames
 
 
 class SaveHandle:
