@@ -434,7 +434,10 @@ class RanksOfJob:
             ConfigError: The name is empty or not a string, or `given` has no ranks.
         """
         if name is not None and (type(name) is not str or not name):
-            msg = f"name must be a non-empty string, the same on all ranks, not {show_value(name)}"
+            msg = (
+                "name must be a string that is not empty and is the same on all ranks, "
+                f"not {show_value(name)}"
+            )
             raise ConfigError(msg)
         self._given = _numbers(given) if isinstance(given, Iterable) else given
         self._name = name or ""
