@@ -648,7 +648,7 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
     except (OSError, OverflowError, ValueError) as error:
         msg = (
             f"a frame of {job.blob} must be read in one piece of {span.length} bytes, but this "
-            f"process cannot get that much memory: {error}. Free memory, or raise its limit"
+            f"process cannot get that much memory: {error}. Free memory, or raise its memory limit"
         )
         raise RestoreError(msg) from error
 
@@ -801,8 +801,8 @@ def _decode_frame(
         codecs = " and ".join(codec.name for codec in chain.codecs)
         msg = (
             f"the decoded bytes of the frame at {job.blob}:{frame.offset} do not match their "
-            f"checksum, but its stored bytes do: the fault is in {codecs} or in the memory of a "
-            "machine, not in the store"
+            f"checksum, but the stored bytes do: the fault is in {codecs} or in this machine's "
+            "memory, not in the store"
         )
         raise DamagedError(msg, [job.blob])
 

@@ -129,8 +129,7 @@ class Staging:
         Args:
             total_bytes: The bytes of all blocks that the save reserves.
             largest_bytes: The bytes of its largest block, phase included.
-            copied_from: The CUDA device from which data is copied, if any. Its copies are faster
-                because arenas are pinned then.
+            copied_from: The CUDA device from which data is copied, if any. Arenas are pinned then.
         """
         self.was_short = False
         with self._lock:

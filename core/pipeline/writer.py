@@ -282,7 +282,7 @@ class FrameWriter:
         share: bool = False,
         bases: SaveBases | None = None,
     ) -> None:
-        """Prepare to write; the first `put` creates the blobs.
+        """Prepare to write; `put` creates each blob when it is first needed.
 
         Args:
             backend: The store of the blobs.

@@ -156,7 +156,7 @@ class Registry:
             self._providers = self._replayers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
-        """Return a copy of this registry that also prefers `choices`; itself if there are none."""
+        """Return a copy that also prefers `choices`, or this registry itself if there are none."""
         if not any(choices.values()):
             return self
         with self._lock:
@@ -175,7 +175,7 @@ class Registry:
         """Return the class of the codec `name`.
 
         Raises:
-            PluginError: The codec is not installed or broken, or several distributions claim it.
+            PluginError: The codec is broken or not installed, or several distributions claim it.
         """
         return cast("type[Codec]", self._class("codec", name))
 
@@ -183,7 +183,7 @@ class Registry:
         """Return the codec `name` with a user's options.
 
         Raises:
-            PluginError: The codec is not installed or broken, or several distributions claim it.
+            PluginError: The codec is broken or not installed, or several distributions claim it.
             ConfigError: The options are not valid for the codec.
         """
         cls = self.codec_class(name)
@@ -230,7 +230,7 @@ class Registry:
         """Return the class of the backend `name`.
 
         Raises:
-            PluginError: The backend is not installed or broken, or several distributions claim it.
+            PluginError: The backend is broken or not installed, or several distributions claim it.
         """
         return cast("type[Backend]", self._class("backend", name))
 
