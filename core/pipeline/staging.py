@@ -72,7 +72,10 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the requested length, and starts at the phase."""
+    """A reserved piece of an arena.
+
+    `view` has the requested length, and starts at an address with the requested phase.
+    """
 
     arena: Arena
     offset: int

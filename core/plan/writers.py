@@ -111,10 +111,10 @@ def chunks_of_rank(
 
 
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
-    """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
+    """Return the raw bytes that all ranks of equal structure hold, and this rank's other bytes.
 
-    Of data replicated on a mesh, each rank counts only its share. So the sum of the second number
-    over all ranks is what they store of this data.
+    Of data replicated on a mesh, each rank counts only its share. So the second numbers of all
+    ranks add up to the bytes that they store.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):

@@ -215,7 +215,10 @@ class Registry:
         try:
             options = validated(cls.Config, config, what=f"stored options of codec {name!r}")
         except ConfigError as error:
-            msg = f"{error}\n  {whence} cannot read data written with these options"
+            msg = (
+                f"{error}\n  {whence} cannot read data written with these options: install the "
+                "release that wrote it"
+            )
             raise PluginError(msg) from error
         return cast("Codec", self._create("codec", name, cls, options))
 

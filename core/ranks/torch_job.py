@@ -271,8 +271,8 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
     """
     if members[-1] >= world_size or rank not in members:
         msg = (
-            f"group={list(members)} are the ranks that save together, and this process is rank "
-            f"{rank} of {world_size}: give each process the ranks that it saves with, or "
+            f"group={list(members)} must hold only ranks of this job, and this process, which is "
+            f"rank {rank} of {world_size}: give each process the ranks that it saves with, or "
             "ranks='alone' if it saves alone"
         )
         raise ConfigError(msg)
