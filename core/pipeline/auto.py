@@ -1,8 +1,8 @@
 """Chooses codecs for classes of objects under a rule with `codecs = "auto"`.
 
-A class is a role and a dtype: `optimizer float32`. The first save to a store writes raw until the
-store's rate is known. Then every candidate encodes one sample of each class, and the choice stays
-until the class, its ratio or the rate changes by a factor of two.
+A class is a role and a dtype: `optimizer float32`. The first save to a store writes raw frames
+until the store's rate is known. Then every candidate encodes one sample of each class. The choice
+stays until the size of the class, its compression ratio or the rate changes by a factor of two.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def class_of(role: Role, dtype: str) -> str:
 def choose(
     name: str, samples: Mapping[str, Sample], *, store_bytes_per_s: float, cores: float, spare: bool
 ) -> CodecChoice:
-    """Return the codec choice with the least expected time for a class.
+    """Return the codec with the least expected time for a class, or raw if that gains too little.
 
     Args:
         name: The class.
@@ -149,9 +149,9 @@ def choose(
 class ChainChoices:
     """Chooses the chains of one save. One thread calls all methods but `number` and `chain`.
 
-    Until the store's rate is known, chunks are written raw, in rounds. If a round is too short to
-    measure, the next has twice its size. So a small save to a fast store is all raw, and a save to
-    a slow store only in small part.
+    Until the store's rate is known, chunks are written raw, in rounds. If the writes so far took
+    too little time to measure, the next round writes as many bytes again. So a small save to a fast
+    store is all raw, and a save to a slow store is raw only in small part.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ChainChoices:
         Args:
             plan: The plan of the save.
             chains: Chains by number.
-            auto: The classes to choose for, and earlier choices; None: the plan has all chains.
+            auto: The classes to choose for, and earlier choices; None: the plan's chains are final.
             store: The URL of the store.
             workers: The threads that encode.
             blocking: Whether the caller waits for the save, so that nothing trains meanwhile.
@@ -244,7 +244,8 @@ class ChainChoices:
             if name not in before or before[name].codec != choice.codec:
                 log.info("codecs of %s from now on: %s", name, choice.why)
         for name, size in raw.items():
-            # The state no longer resembles the sample (an optimizer begins with zeros, say).
+            # If the state no longer resembles the sample (an optimizer begins with zeros, say), the
+            # next save samples the class again.
             ratio = kept[name].ratio if name in kept else None
             if ratio is not None and _has_changed(size / max(stored[name], 1), ratio):
                 kept[name] = replace(kept[name], bytes_raw=0)
@@ -298,7 +299,7 @@ class ChainChoices:
         return True
 
     def _choice_for_few(self) -> CodecChoice:
-        """Choose for few bytes, for which a separate blob would take longer than the bytes."""
+        """Return the choice for a class or chunk of few bytes, not worth a separate blob."""
         codecs = {c.codec for n, c in self._choices.items() if self._sizes[n] >= _LEAST_BYTES}
         codec = codecs.pop() if len(codecs) == 1 else None
         if codec is None:

@@ -1,4 +1,4 @@
-"""Defines the records of a chunk in flight: first captured, then stored.
+"""Defines the records of a chunk in a save: `Captured`, and then `ChunkResult` once it is stored.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -23,8 +23,8 @@ class Captured:
     Attributes:
         index: Number of the chunk in the plan.
         view: Its raw bytes.
-        block: The staging memory that holds them, to give back.
-        end_hold: Ends the hold on the live memory that lends the bytes, if any does.
+        block: The staging memory that holds the bytes; None if they are in live memory.
+        end_hold: Ends the hold on live memory; None if the bytes are not there.
     """
 
     index: int
@@ -37,11 +37,13 @@ class Captured:
 class ChunkResult:
     """The stored frame of one chunk. Fields that are not listed here are as in `Frame`.
 
-    `declined` has the codecs that declined the chunk. `base` is a frame of an earlier checkpoint.
-    `chain` is the number of the chain chosen while the save ran; None: the plan's. `content` is the
-    hash of the chunk's bytes, if computed. A chunk that is stored already has only `shared`, its
-    frame in an earlier checkpoint, or `same_as`, the number of an equal chunk of this save.
-    `errors` has the errors of each piece; empty unless a lossy codec was used.
+    `declined` has the numbers of the codecs that declined the chunk. `base` is the frame of an
+    earlier checkpoint that the chunk is encoded against, if any. `chain` is the number of the chain
+    chosen while the save ran; None: the plan's. `content` is the hash of the chunk's bytes, if
+    computed. `errors` has the errors of each piece; empty unless a lossy codec was used.
+
+    A chunk that is stored already gets no frame of its own: `shared` is its frame in an earlier
+    checkpoint, or `same_as` is the number of an equal chunk of this save.
     """
 
     offset: int

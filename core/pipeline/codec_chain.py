@@ -1,6 +1,6 @@
 """Encodes and decodes a chunk by a chain of codecs, and computes checksums of blocks and frames.
 
-A frame that does not get smaller is still stored encoded, unless a codec declines it.
+A chunk that encoding does not make smaller is still stored encoded, unless all codecs decline it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def checksum(view: Buffer) -> int:
 
 
 def content_hash(view: Buffer) -> int:
-    """Return xxh3-128 of `view`, without copying or the GIL: equal hashes mean equal bytes."""
+    """Return xxh3-128 of `view`, without copying and without the GIL.
+
+    Chunks with equal hashes count as equal.
+    """
     return xxhash.xxh3_128_intdigest(view)
 
 
@@ -71,9 +74,9 @@ class EncodedFrame:
         checksum: xxh3-64 of the stored bytes.
         raw_checksum: xxh3-64 of the decoded bytes: the chunk, or lossy codecs' version of it.
         lengths: Output length of each codec that encoded the chunk, except the last.
-        declined: Numbers of the codecs of the chain that declined the chunk, ascending. The other
-            codecs decode the frame. If all declined, nothing was written, and the chunk itself must
-            be stored.
+        declined: Numbers of the codecs of the chain that declined the chunk or were skipped,
+            ascending. The other codecs decode the frame. If no codec has encoded the chunk, nothing
+            was written, and the chunk itself must be stored.
         errors: The worst errors of each range passed to `encode`; empty unless a lossy codec
             encoded the chunk. None for elements that are not floats.
     """
@@ -87,10 +90,10 @@ class EncodedFrame:
 
 
 class CodecChain:
-    """Codecs in the order of encoding. Thread-safe.
+    """A sequence of codecs, in the order of encoding. Thread-safe.
 
-    The first codec that accepts a chunk gets the chunk itself. A later codec gets the output of the
-    codec before it, as elements of the dtype that this codec declares.
+    The first codec that accepts a chunk gets the chunk itself. Each later codec gets the output of
+    the one before, as elements of the dtype that the earlier codec declares for its output.
     """
 
     def __init__(self, codecs: Sequence[Codec], *, versions: Sequence[int] | None = None) -> None:
@@ -101,9 +104,9 @@ class CodecChain:
             versions: The codec versions that wrote the frames to decode; default: the current ones.
 
         Raises:
-            CodecError: `codecs` is empty. Or a lossy codec comes after a lossless one, whose frames
-                it would destroy. Or a codec that needs a base is not first, or the chain has a
-                lossy codec too.
+            CodecError: `codecs` is empty, or a lossy codec comes after a lossless one, whose frames
+                it would destroy. Or a codec needs a base, but is not first, or the chain also has
+                a lossy codec.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -131,7 +134,7 @@ class CodecChain:
 
     @property
     def lossless(self) -> bool:
-        """Whether `decode` returns exactly the encoded bytes."""
+        """Whether `decode` restores exactly the bytes that `encode` was given."""
         return all(codec.lossless for codec in self.codecs)
 
     @property
@@ -142,7 +145,7 @@ class CodecChain:
     def max_encoded_size(self, raw_length: int, /) -> int:
         """Return the most bytes that `encode` needs for any chunk of `raw_length` bytes.
 
-        Any codec may decline, and then passes the chunk on at its old size.
+        Any codec may decline; the next codec then gets the chunk at its old size.
         """
         bound = 0  # if at least one codec has encoded the chunk so far
         for codec in self.codecs:
@@ -180,13 +183,13 @@ class CodecChain:
         seen = context
         for number, codec in enumerate(self.codecs):
             if used and not codec.lossless:
-                # It would round the frame of the codec before it, which would not decode then.
+                # It would round the frame of the codec before it, which then would not decode.
                 declined.append(number)
                 continue
             bound = output_bound(codec, source.nbytes)
             last = number == len(self.codecs) - 1
-            # Links that encode the chunk alternate between two buffers. A link that declines uses
-            # none, so its output buffer never holds the input of the next link.
+            # Codecs that encode the chunk alternate between two buffers. One that declines does not
+            # count: the next codec may overwrite its output, and its input is in the other buffer.
             into = target if last else _scratch.take(bound, len(used) % 2)
             if into.nbytes < bound:
                 msg = f"codec {codec.name} may need {bound} bytes of output, but has {into.nbytes}"
@@ -210,7 +213,7 @@ class CodecChain:
         if all(codec.lossless for codec in used):
             raw_checksum = checksum(raw)
         else:
-            # Readers compare with the decoded bytes, which a lossy codec has changed.
+            # Readers compare this checksum with the decoded bytes, which a lossy codec has changed.
             decoded = _scratch.take(raw.nbytes, 2)
             links = [(codec, codec.version) for codec in used]
             _decode_links(links, source, decoded, context, lengths)
@@ -244,7 +247,7 @@ class CodecChain:
             out: The memory for the chunk; undefined after a failure.
             context: The same as for `encode`.
             lengths: `EncodedFrame.lengths`.
-            raw_checksum: Compared with the decoded bytes, unless None.
+            raw_checksum: `EncodedFrame.raw_checksum`; None: the decoded bytes are not compared.
 
         Raises:
             CodecError: The frame does not decode to this chunk, or a codec broke its contract.
@@ -255,7 +258,7 @@ class CodecChain:
         _decode_links(links, flat_view(frame).toreadonly(), target, context, lengths)
         _scratch.shrink()
         if raw_checksum is not None and checksum(target) != raw_checksum:
-            msg = f"{self!r} decoded {target.nbytes} bytes that are not the ones encoded"
+            msg = f"{self!r} decoded {target.nbytes} bytes that do not match their checksum"
             raise CodecError(msg)
 
     def _bounds(self, raw_length: int) -> list[int]:
@@ -269,7 +272,10 @@ class CodecChain:
         self, lengths: Sequence[int], raw_length: int, context: CodecContext
     ) -> None:
         if raw_length != context.raw_length:
-            msg = f"{self!r} cannot decode {context.raw_length} bytes into {raw_length}"
+            msg = (
+                f"{self!r} cannot decode a chunk of {context.raw_length} bytes into {raw_length} "
+                "bytes of memory"
+            )
             raise CodecError(msg)
         # Lengths come from the manifest, which may be forged: check them before allocating memory.
         bounds = self._bounds(raw_length)[:-1]
@@ -314,7 +320,7 @@ def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
     """Refuse a lossy codec together with one that needs a base: either order is wrong.
 
     Raises:
-        CodecError: The chain has both. The order checks would advise to put each of them first.
+        CodecError: The chain has both. The later checks would advise putting each of them first.
     """
     based = next((codec.name for codec in codecs if codec.needs_base), None)
     lossy = next((codec.name for codec in codecs if not codec.lossless), None)
@@ -327,11 +333,16 @@ def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
 
 
 def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstErrors | None:
-    """Compare two arrays of floats of one dtype; None for dtypes unknown to `convert_floats`.
+    """Return the worst errors in an array of floats; None if `convert_floats` lacks its dtype.
 
     Equal numbers have no error, and neither do two NaNs. NaN or infinity against any other value
     gives infinite errors. A nonzero number in place of zero has an infinite relative error. Errors
     are computed in float32, or in float64 for float64.
+
+    Args:
+        saved: The exact numbers.
+        given: The numbers that readers get in their place.
+        dtype: The dtype of both arrays.
     """
     import numpy as np  # noqa: PLC0415 - `penstock verify` works without it
 
@@ -366,7 +377,7 @@ def worst_errors(saved: memoryview, given: memoryview, dtype: str) -> WorstError
 
 
 def _nan_moved(saved: memoryview, given: memoryview, dtype: str) -> bool:
-    """Return whether only one of two arrays has NaN at some place."""
+    """Return whether one of two arrays has NaN where the other has not."""
     import numpy as np  # noqa: PLC0415 - as above
 
     masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]] = []

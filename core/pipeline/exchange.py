@@ -1,13 +1,14 @@
 """Lends verified bytes to other processes of the host through shared memory, and takes theirs.
 
 Each process reads into a window: its own memory, which the others map read-only. Messages use
-sockets, which deliver them after the bytes and close when a process dies. Three rules make this
-safe:
+sockets: when a message arrives, its bytes are already in the window, and a socket closes when its
+process dies. Three rules make this safe:
 
 * bytes are announced only after they are verified;
-* a taker answers when it has copied them, and a place is reused only after all takers answer;
-* a process does not wait for a peer that does not answer. It gives up its own window instead, so
-  that a stopped peer that continues hours later still finds the bytes announced to it.
+* a taker answers when it has copied the bytes, and their place in the window is reused only after
+  all takers have answered;
+* a process waits only a limited time for an answer, and then no longer uses its own window. So a
+  stopped peer that continues hours later still finds the bytes announced to it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _NO_ANSWER = (1 << 32) - 1  # the number of a message that needs none
 
 
 class TakersStuckError(RestoreError):
-    """Another process of the host does not take its bytes. The caller continues alone."""
+    """Another process of the host does not take the bytes lent to it. Nothing more is lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Share:
 
     Attributes:
         number: Its number, the same in all processes.
-        job: The frame, and where its bytes go here.
+        job: The frame, and where its bytes go in this process.
         span: The bytes within the chunk.
         reader: The process that reads them.
         takers: The processes that the reader lends them to.
@@ -77,7 +78,7 @@ class Share:
 
 @dataclass(eq=False, slots=True)
 class _Loan:
-    """Bytes in the window, and the number of processes that still take them."""
+    """Bytes in the window, and the number of processes that have not taken them yet."""
 
     block: Block
     takers: int
@@ -94,11 +95,11 @@ class Peer:
         number: Its number among the processes.
         socket: Keeps message boundaries (`SOCK_SEQPACKET`).
         window: Its memory, read-only.
-        quiet: Expires when it sends nothing for too long.
-        awaited: The pieces that it must read, by number.
-        unanswered: The loans to it, by the number of the message.
-        sent: The number of messages so far.
-        gone: Whether it no longer takes or lends.
+        quiet: Expires when it sends no piece for too long.
+        awaited: The pieces that it has to lend and has not lent yet, by number.
+        unanswered: The loans to it that it has not answered, by the number of the message.
+        sent: The number of messages that needed an answer so far.
+        gone: Whether nothing more is lent to it or taken from it.
     """
 
     number: int
@@ -129,7 +130,7 @@ class Exchange:
         place: Callable[[Share, memoryview], None],
         timing: Timing,
     ) -> None:
-        """Prepare; `start` begins.
+        """Prepare the exchange; `start` starts its thread.
 
         Args:
             window: Allocates the memory that the others see, from one arena.
@@ -137,12 +138,12 @@ class Exchange:
             own: The pieces that this process reads.
             taken: The pieces that others read.
             place: Puts the bytes of a piece into their place here.
-            timing: Has the interval at which the thread polls (`poll_s`).
+            timing: The interval at which the thread polls, the time limit of `close`, and a clock.
         """
         self.window = window
         self.bytes_taken = 0
         self._own = {id(share.job): share for share in own}
-        # For pieces no longer in `_own`: a taker that got no message about one, and the piece.
+        # `(taker, piece)`: this taker was not sent the piece, which is no longer in `_own`.
         self._unsent: list[tuple[int, int]] = []
         self._peers = {peer.number: peer for peer in peers}
         for share in taken:
@@ -154,8 +155,8 @@ class Exchange:
         self._limit_s = min((peer.quiet.limit_s for peer in peers), default=0.0)
         self._changed = threading.Condition()  # guards `unanswered`, `gone` and `_left`
         self._left: list[Share] = []
-        # The taking thread drops these. A dropped process overwrites its window, so that thread
-        # must not be copying from it.
+        # Only the taking thread may drop these. A dropped process may overwrite its window, which
+        # must not happen while that thread copies from it.
         self._deaf: list[Peer] = []
         self._lends = bool(own)
         self._given_up = False
@@ -184,7 +185,7 @@ class Exchange:
             return block
 
     def lend(self, lent: Sequence[tuple[FrameJob[CodecChain], Block]]) -> None:
-        """Lend verified pieces, each in a window block that is released after all took it.
+        """Lend verified pieces, each in a window block that is released once all have taken it.
 
         Raises:
             TakersStuckError: A process does not take its pieces.
@@ -230,7 +231,7 @@ class Exchange:
     # -- the waiting thread ----------------------------------------------------------------------
 
     def wait(self, ended: Callable[[], bool]) -> list[FrameJob[CodecChain]]:
-        """Wait until other processes lend no more.
+        """Wait until the other processes lend nothing more.
 
         Args:
             ended: Returns whether the ranks have given up this restore.
@@ -313,7 +314,8 @@ class Exchange:
             raise self._stuck()
 
     def _stuck(self) -> TakersStuckError:
-        return TakersStuckError(f"a rank of this host took nothing for {self._limit_s:g} s")
+        msg = f"a rank of this host has not taken the bytes lent to it for {self._limit_s:g} s"
+        return TakersStuckError(msg)
 
     def _release(self, loans: Sequence[_Loan]) -> None:
         """Note that one taker no longer needs these loans; the caller holds `_changed`."""
@@ -354,7 +356,7 @@ class Exchange:
             still = [peer for peer in waits if peer.awaited and peer.quiet.is_over()]
             for peer in (*still, *self._deaf):
                 if not peer.gone:
-                    log.warning("a rank of this host hangs: this rank reads its share, too")
+                    log.warning("a rank of this host hangs, so this rank reads its share, too")
                     poller.unregister(peer.socket.fileno())
                     self._drop(peer, ended=False)
 

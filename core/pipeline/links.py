@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def context_for(codec: Codec, context: CodecContext, version: int) -> CodecContext:
-    """Return `context` for `codec`: with its frame's version, and a base only if it needs one.
+    """Return `context` for `codec`: with its version, and with the base only if it needs one.
 
-    If the codec that needs the base declines, the next codec must not get the base, since no reader
-    would know that the frame needs it.
+    If the codec that needs the base declines, the next codec must not get the base: no reader would
+    know that the frame needs it.
     """
     base = context.base if codec.needs_base else None
     return replace(context, version=version, base=base)
@@ -33,15 +33,15 @@ def context_for(codec: Codec, context: CodecContext, version: int) -> CodecConte
 def context_behind(codec: Codec, context: CodecContext, length: int) -> CodecContext:
     """Return the facts about the output of `codec`, for the next codec.
 
-    Writers and readers get the same facts, since they depend on options and lengths alone.
+    Writers and readers get the same facts, since the facts depend only on options and lengths.
 
     Args:
-        codec: The codec, which encodes the chunk.
+        codec: A codec that has not declined the chunk.
         context: The facts about its chunk, from `context_for`.
         length: Bytes of its output.
 
     Raises:
-        CodecError: The codec describes its output wrongly, or the output does not fit `length`.
+        CodecError: The codec's description of its output is invalid, or contradicts `length`.
     """
     output = _output(codec, replace(context, base=None))
     if output.elementwise:
@@ -83,7 +83,7 @@ def _with_rows(shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 def _calling(
     codec: Codec, failure: Callable[[], str], *, passing: type[Exception] = PenstockError
 ) -> Iterator[None]:
-    """Convert errors that `codec` raises to CodecError; PenstockError and `passing` propagate."""
+    """Convert errors of `codec` to CodecError, except PenstockError and `passing`."""
     try:
         with noting_origin(lambda: f"in codec {codec.name}"):
             yield
@@ -98,7 +98,10 @@ def _output(codec: Codec, context: CodecContext) -> CodecOutput:
     with _calling(codec, lambda: f"failed to describe its output for {context.dtype}"):
         output: object = codec.output(context)
     if not isinstance(output, CodecOutput) or not _is_valid(output):
-        msg = f"codec {codec.name} broke its contract: output is {output!r}, no valid CodecOutput"
+        msg = (
+            f"codec {codec.name} broke its contract: output is {output!r}, which is not a valid "
+            "CodecOutput"
+        )
         raise CodecError(msg)
     return output
 
@@ -133,7 +136,7 @@ def load_link(codec: Codec) -> None:
 def encode_link(
     codec: Codec, source: memoryview, target: memoryview, context: CodecContext
 ) -> int | Declined:
-    """Call `Codec.encode`; raise CodecError if it fails, or returns no length within `target`."""
+    """Call `Codec.encode`; raise CodecError if it fails, or its result does not fit `target`."""
     with _calling(codec, lambda: f"failed on {source.nbytes} bytes of {context.dtype}"):
         length = codec.encode(source, target, context=context)
     if isinstance(length, Declined):

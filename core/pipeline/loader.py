@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SCRATCH_BATCHES = 4  # some are read while others are decoded
-_PHASE_BYTES = 2 * PAGE_BYTES  # extra bytes of a chunk, so that its address has the right phase
+_PHASE_BYTES = 2 * PAGE_BYTES  # spare bytes for each chunk, so that its address can get its phase
 _BATCHES_IN_FLIGHT = 3
 _BATCH_FRAMES = 256
 
@@ -94,9 +94,9 @@ class _Read:
     Attributes:
         job: The frame.
         request: The bytes to read, and the memory for them.
-        span: The range, of the stored frame.
+        span: The range of the stored frame.
         block: The scratch memory that gets the bytes, if any.
-        direct: Whether the target itself gets the bytes.
+        direct: Whether the store writes the bytes directly into the target.
         lent: The window block for the chunk's bytes, if other processes get them too.
         error: The error of the read, if it failed.
         bases: The reads of the bases that the frame decodes with.
@@ -150,14 +150,17 @@ class Loader:
 
     Attributes:
         backend: The store of the blobs.
-        workers: The threads that verify and place.
+        workers: The threads that verify, decode and place bytes.
         io_timeout_s: How long a `run` may go without progress; None: forever.
-        together_bytes: A frame that is larger with its bases is read alone, link by link.
-        scratch_bytes: Memory for frames to decode, and for parts of raw ones. Chunks with long
-            chains may take as much again for each worker.
-        piece_bytes: The size of the pieces, of whole blocks, in which copied raw frames are read.
-        by_copy: Whether whole raw frames are also read into scratch memory and copied; None: if the
-            store prefers huge pages, which only scratch memory has.
+        together_bytes: If a frame and its bases are larger than this together, they are read
+            separately, one after the other.
+        scratch_bytes: Memory for encoded frames, and for parts of raw ones. Frames with many bases
+            may take as much again for each worker.
+        piece_bytes: Raw frames that pass through scratch memory are read in pieces of this size,
+            rounded up to whole blocks.
+        by_copy: Whether whole raw frames, too, are read into scratch memory and copied from there.
+            None: the first `run` decides. It copies only if the store reads with direct I/O and
+            prefers huge pages, which targets are unlikely to have.
         reader: Verifies, decodes and places the bytes.
     """
 
@@ -174,13 +177,13 @@ class Loader:
         io_timeout_s: float | None = None,
         on_failover: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        """Make the loader of a backend.
+        """Create a loader for a backend.
 
         Args:
             backend: The store of the blobs.
-            workers: The threads that verify and place.
+            workers: The threads that verify, decode and place bytes.
             io_timeout_s: How long a `run` may go without progress; None: forever.
-            on_failover: Called with a damaged blob, and the tier whose copy was read.
+            on_failover: Called with each damaged blob and the tier whose copy was read instead.
         """
         self.backend = backend
         self.workers = workers
@@ -191,7 +194,7 @@ class Loader:
         self._idle: deque[Staging] = deque(maxlen=1)  # one is kept for the next run
 
     def over(self, backend: Backend) -> Loader:
-        """Return a copy of this loader for `backend`, a wrapper around its backend."""
+        """Return a copy of this loader that reads through `backend`, a wrapper around its own."""
         loader = copy(self)
         loader.backend = backend
         return loader
@@ -208,23 +211,23 @@ class Loader:
         progress: Callable[[int], None] | None = None,
         exchange: Exchange | None = None,
     ) -> LoadStats:
-        """Read, verify and place all of `jobs`; damage is collected, not raised.
+        """Read, verify and place all of `jobs`. Damage is reported in the result, not raised.
 
         Args:
             jobs: Frames in the order of reading.
             decode: Whether to decode encoded frames (verification may skip it).
-            progress: Called with bytes read, on the loader's own thread.
-            exchange: Lends all bytes read to other processes of this host; each job has one range,
-                and fits into the window. None: nothing is lent.
+            progress: Called with the bytes read since the last call, on the loader's own thread.
+            exchange: Lends all bytes read to other processes of this host. Each job must have one
+                range and fit into the window. None: nothing is lent.
 
         Raises:
-            TakersStuckError: Another process does not take lent bytes; some of `jobs` are read.
-            StorageError: The store failed, other than by missing or short blobs.
+            TakersStuckError: Another process does not take lent bytes. Some of `jobs` were read.
+            StorageError: The store failed. A missing or truncated blob counts as damage instead.
             StorageTimeoutError: The store made no progress for `io_timeout_s`. The memory to fill
                 may still change when the store answers.
         """
         if self.by_copy is None:
-            # `direct_io` first: some stores have to write to find out the rest.
+            # Ask for `direct_io` first: some stores have to write to find out `capabilities`.
             direct = has_small_pages() and self.backend.direct_io
             self.by_copy = direct and self.backend.capabilities.prefers_huge_pages
         scratch = self._borrow(self._needed_bytes(jobs))
@@ -247,11 +250,11 @@ class Loader:
             log.warning("%s is damaged; read the good copy in tier %s instead", blob, tier)
         for blob, tier in dict.fromkeys(stats.rescued):
             self._on_failover(blob, tier)
-        self._idle.append(scratch)  # not after an error, when a stuck store may still fill it
+        self._idle.append(scratch)  # not after an error: a stuck store may still write into it
         return stats
 
     def _borrow(self, size_bytes: int) -> Staging:
-        """Return scratch memory for one run; two runs that share it could deadlock."""
+        """Return scratch memory for one run, since two runs that share it could deadlock."""
         if self._pid != os.getpid():  # a forked child would write into the parent's shared mapping
             self._pid, self._idle = os.getpid(), deque(maxlen=1)
             self.reader = FrameReader()
@@ -264,9 +267,10 @@ class Loader:
         return scratch
 
     def _needed_bytes(self, jobs: Sequence[FrameJob[CodecChain]]) -> int:
-        """Return the size of scratch memory that keeps all workers busy.
+        """Return the size of scratch memory that keeps all workers busy, within a limit.
 
-        Each worker decodes a chunk from all frames of its chain, while two more are read.
+        Each worker decodes a chunk from a frame and its bases, while two more chunks are read. The
+        limit is `scratch_bytes` for each worker, and once more.
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
@@ -290,7 +294,7 @@ class _Session:
         self._loader = loader
         self._scratch = scratch
         self._share_bytes = scratch.budget_bytes // _SCRATCH_BATCHES - _PHASE_BYTES
-        # Of scratch memory, for one batch.
+        # The scratch memory for one batch.
         self._batch_bytes = self._share_bytes
         if loader.by_copy:
             self._batch_bytes = min(self._batch_bytes, loader.piece_bytes)
@@ -331,7 +335,7 @@ class _Session:
         return self._stats
 
     def cancel(self) -> None:
-        """Make `run` end soon, from any thread."""
+        """Make `run` end soon; any thread may call this."""
         self._cancelled = True
 
     def stuck(self) -> StorageTimeoutError:
@@ -339,15 +343,16 @@ class _Session:
         names = {read.request.name for flight in list(self._flights) for read in flight.reads}
         return StorageTimeoutError(
             f"{self._loader.backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
-            f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}; "
-            "the memory to fill is undefined, and may still change when the store answers"
+            f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}. "
+            "The objects being restored have undefined contents, and may still change when the "
+            "store answers. If it is only slow, increase io_timeout_s"
         )
 
     def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
-        """Return the ranges of a frame, in pieces of whole blocks if they are copied.
+        """Return the ranges of a frame; ranges to copy are cut into pieces of whole blocks.
 
         The disk then reads some pieces while others are verified and copied. A piece may end inside
-        an element, which only flat memory accepts.
+        an element, so ranges are cut only if the target is flat memory.
         """
         lent = self._exchange is not None
         if not self._loader.by_copy or lent or job.chain is not None or len(job.uses) != 1:
@@ -425,7 +430,7 @@ class _Session:
         return block
 
     def _prepare(self, job: FrameJob[CodecChain], span: ByteRange) -> _Read | None:
-        """Choose the memory to read `span` into; None: scratch is full for now."""
+        """Choose the memory to read `span` into; return None if scratch is full for now."""
         offset = job.frame.offset + span.start
         with noting_origin(lambda: _whose(job)):
             target = _direct_target(job, span)
@@ -466,7 +471,7 @@ class _Session:
         """Read and verify all stored bytes of a frame.
 
         Raises:
-            DamagedError: They are damaged in every tier.
+            DamagedError: They are missing or damaged in every tier.
         """
         self._raise_if_cancelled()
         (span,) = link.ranges
@@ -487,7 +492,7 @@ class _Session:
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled:
-            msg = "given up: the caller was interrupted"
+            msg = "reading was given up because the caller was interrupted"
             raise RestoreError(msg)
 
     def _submit(self) -> None:
@@ -535,7 +540,7 @@ class _Session:
             try:
                 raise error
             finally:
-                # Else a cycle (error, traceback, this frame) would keep targets alive.
+                # Otherwise a cycle (error, traceback, this frame) would keep targets alive.
                 del error
         share = -(-len(flight.reads) // self._loader.workers.count)
         for at in range(0, len(flight.reads), share):
@@ -565,7 +570,7 @@ class _Session:
 
     @staticmethod
     def _hand_on(exchange: Exchange, reads: Sequence[_Read], damaged: Collection[_Read]) -> None:
-        """Lend whole reads; make the takers of damaged ones read themselves."""
+        """Lend undamaged bytes; make the takers of damaged ones read them themselves."""
         lent = []
         for read in reads:
             assert read.lent is not None
@@ -585,19 +590,20 @@ class _Session:
                 link.error = error
 
     def _rescue(self, read: _Read, check: Callable[[_Read], None]) -> bool:
-        """Read the damaged ranges of a frame and its bases from other tiers, if any has them.
+        """Read the damaged ranges of a frame and its bases from other tiers.
 
-        `check` raises DamagedError if these bytes are damaged, too.
+        Returns whether a tier had good bytes. `check` is called after each tier was read, and
+        raises DamagedError if its bytes are damaged, too.
         """
         rescued: dict[int, tuple[str, str]] = {}  # the last tier that each link was read from
 
         def reread(tier: Tier) -> bool:
-            # All links if no stored bytes are damaged: then one of them does not decode.
+            # If all stored bytes are good, one of the links does not decode: reread all of them.
             for link in [link for link in read.links if _is_damaged(link)] or read.links:
                 with contextlib.suppress(StorageError):
                     tier.backend.read([link.request])
                     link.error = None
-                    if tier.name:  # without one it is the store itself, which needs no repair
+                    if tier.name:  # a tier without a name is the store itself: nothing to repair
                         rescued[id(link)] = link.job.blob, tier.name
             check(read)
             return True
@@ -641,8 +647,8 @@ def _own_memory(job: FrameJob[CodecChain], span: ByteRange) -> memoryview:
         return memoryview(map_memory(span.length))
     except (OSError, OverflowError, ValueError) as error:
         msg = (
-            f"{span.length} bytes of {job.blob} are recorded as one piece, but this process "
-            f"cannot get that much memory at once: {error}"
+            f"a frame of {job.blob} must be read in one piece of {span.length} bytes, but this "
+            f"process cannot get that much memory: {error}. Free memory, or raise its memory limit"
         )
         raise RestoreError(msg) from error
 
@@ -703,7 +709,7 @@ class FrameReader:
             job: The frame, and its sinks.
             stored: As for `decode_chunk`.
             decode: Whether to decode; if not, only checksums of the stored bytes are compared.
-            out: Gets the chunk, besides the sinks; None: only the sinks get it.
+            out: Memory that gets the chunk in addition to the sinks; None: only the sinks get it.
 
         Raises:
             DamagedError: A link is damaged or does not decode; names its blob.
@@ -723,9 +729,9 @@ class FrameReader:
         """Verify and decode one chunk into `out`.
 
         Args:
-            job: The frame, with contexts.
-            stored: All stored bytes of each of `job.links`, lowest base first. At most two are held
-                at once.
+            job: The frame, whose encoded links have codec contexts.
+            stored: All stored bytes of each frame in `job.links`, the lowest base first. Keeps no
+                more than two of them at once.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:
@@ -780,7 +786,7 @@ def _decode_frame(
     """Decode a frame into `out`, and compare the result with its checksum.
 
     Raises:
-        DamagedError: The frame does not decode to the encoded bytes; names the blob.
+        DamagedError: The frame does not decode to the bytes that were encoded; names the blob.
     """
     frame, chain = job.frame, job.chain
     assert chain is not None
@@ -794,8 +800,9 @@ def _decode_frame(
     if frame.raw_checksum is not None and checksum(out) != frame.raw_checksum:
         codecs = " and ".join(codec.name for codec in chain.codecs)
         msg = (
-            f"decoded bytes of the frame at {job.blob}:{frame.offset} do not match, but its "
-            f"stored bytes do: the fault is in {codecs} or this machine's memory, not in the store"
+            f"the decoded bytes of the frame at {job.blob}:{frame.offset} do not match their "
+            f"checksum, but the stored bytes do: the fault is in {codecs} or in this machine's "
+            "memory, not in the store"
         )
         raise DamagedError(msg, [job.blob])
 
@@ -817,7 +824,7 @@ def _verify_blocks(job: FrameJob[CodecChain], span: ByteRange, data: memoryview)
 
 
 def place(uses: Sequence[ChunkUse], data: memoryview, *, base: int) -> None:
-    """Copy to the sinks of `uses` from `data`, the chunk's bytes from offset `base` on."""
+    """Copy `data`, the chunk's bytes from offset `base` on, to the sinks of `uses`."""
     stop = base + data.nbytes
     copies: list[tuple[ByteSink, int, int, int]] = []
     for sink, at, start, length in uses:

@@ -1,16 +1,16 @@
 """Allocates staging memory: arenas that are mapped once and reused, under a byte budget.
 
-An expected arena is touched in the background: untouched memory copies at a tenth of the speed,
-since the kernel, and a hypervisor below it, must allocate it first.
+`touch` maps and touches an arena in the background. Copying into untouched memory is ten times
+slower, since the kernel, and a hypervisor below it, must allocate it first.
 
 Arenas use huge pages if the system has them. With pages of 4 KiB, a disk moves half as much (0.8 to
 1.3 GB/s instead of 1.8 to 2.2). A forked child gets zeros in place of an arena, so a fork causes no
-copy-on-write faults, which slow copies down to a tenth.
+copy-on-write faults, which would slow copies down to a tenth.
 
-Virtual machines that return free memory to their host get small pages faster (2 to 3 GB/s). Arenas
-use huge pages there too, since small ones slow down each later save. A sample at the head of an
-arena cannot detect such a machine: the first 150 to 700 MB of huge pages still have memory (3 to 6
-GB/s, then 0.7).
+A virtual machine that returns free memory to its host gets small pages faster (2 to 3 GB/s). Arenas
+use huge pages there too, since small ones slow down each later save. Touching the beginning of an
+arena does not show whether a machine is of this kind: its host still backs the first 150 to 700 MB
+of huge pages (3 to 6 GB/s, and 0.7 after them).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 # Linux constants that the module `mmap` lacks.
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
-_KEPT_BYTES = 64 << 20  # of each piece of a thread's memory
+_KEPT_BYTES = 64 << 20  # `shrink` frees a piece of a thread's memory that is larger than this
 _TOUCH_THREADS = 2  # twice as fast as one on two cores
-_TOUCH_BYTES = 4 << 20  # by one call: no thread of the process can map memory meanwhile
+_TOUCH_BYTES = 4 << 20  # by one call, during which no thread of the process can map memory
 
 _libc = ctypes.CDLL(None)  # its `madvise` releases the GIL, unlike that of the module `mmap`
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -48,15 +48,16 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Arena:
-    """One mapping.
+    """One memory mapping, in which blocks are reserved.
 
     Attributes:
         memory: The mapping.
         view: A view of all of it.
         address: Its first address.
-        size: Its bytes.
+        size: Its size in bytes.
         free: Disjoint `(offset, length)` extents in whole pages, ascending.
-        touching: Touches the arena; None: all of it may be used.
+        touching: Touches the arena. While it does, only touched memory may be used. None: all of
+            the arena may be used.
         unpin: Ends the registration with CUDA; None: the arena is not registered.
     """
 
@@ -71,7 +72,10 @@ class Arena:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """A reserved piece of an arena. `view` has the requested length, its address the phase."""
+    """A reserved piece of an arena.
+
+    `view` has the requested length, and starts at an address with the requested phase.
+    """
 
     arena: Arena
     offset: int
@@ -81,10 +85,10 @@ class Block:
 
 
 class Staging:
-    """Page-granular first-fit allocator over arenas. Thread-safe.
+    """Reserves whole pages of arenas, where they first fit. Thread-safe.
 
-    `acquire` returns at once. A thread calls `wait` only while it holds no block, since two waiting
-    threads with blocks could deadlock.
+    `acquire` does not wait. A thread may call `wait` only while it holds no block, since two
+    waiting threads with blocks could deadlock.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Staging:
         *,
         populate: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Make an allocator.
+        """Create an allocator.
 
         Args:
             budget_bytes: The most bytes of all arenas.
@@ -123,12 +127,12 @@ class Staging:
     def expect(
         self, total_bytes: int, *, largest_bytes: int = 0, copied_from: str | None = None
     ) -> None:
-        """Announce the needs of the next save, so that one arena is mapped for all of it.
+        """Announce the needs of the next save, so that a single arena is mapped for it.
 
         Args:
             total_bytes: The bytes of all blocks that the save reserves.
             largest_bytes: The bytes of its largest block, phase included.
-            copied_from: The CUDA device whose copies write to the arena, if any do.
+            copied_from: The CUDA device from which data is copied, if any. Arenas are pinned then.
         """
         self.was_short = False
         with self._lock:
@@ -286,7 +290,7 @@ class _Touching:
 
     @property
     def is_active(self) -> bool:
-        """Whether more memory will be touched; a forked child has no thread that could."""
+        """Whether more memory will be touched. False in a forked child, which lacks the threads."""
         return self.end < self._size and any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
@@ -313,7 +317,7 @@ class _Touching:
             with self._lock:
                 self._open.remove(start)
                 self.end = min([*self._open, self._next, self._size])
-            if not could:  # the arena is used as it is
+            if not could:  # the rest of the arena is used untouched
                 self.give_up()
             self._wake()
 
@@ -359,7 +363,7 @@ class ThreadMemory(threading.local):
     def shrink(self) -> None:
         """Free pieces larger than usual chunks need; none may be in use.
 
-        Otherwise a few odd frames would hold gigabytes for the life of the thread.
+        If they were kept, a few odd frames would hold gigabytes for the life of the thread.
         """
         for which, view in enumerate(self._views):
             if view.nbytes > _KEPT_BYTES:

@@ -1,6 +1,7 @@
 """Writes captured chunks as frames into the blobs of a save.
 
-Moves batches, not frames: while training is busy, every return to Python waits for the GIL.
+Submits batches instead of single frames: while training is busy, every return to Python waits for
+the GIL.
 
 Tested in `tests/integration/sharing/test_sharing.py`.
 """
@@ -86,7 +87,7 @@ class _OpenBlob:
         """The time in which writes of this blob are in flight."""
 
     def submit(self, requests: Sequence[WriteRequest], progress_bytes: int = 0) -> Future[None]:
-        """Begin to write; count `progress_bytes` once written."""
+        """Begin to write; report `progress_bytes` once everything is written."""
 
         def done(future: Future[None]) -> None:
             self.busy.stop()
@@ -263,7 +264,7 @@ class ChunkSharing:
 class FrameWriter:
     """Writes the chunks of one save into its `.raw` and `.enc` blobs.
 
-    One thread calls all methods. Any thread may call `release` and `tick`.
+    One thread calls all methods. The callbacks `release` and `tick` may be called on any thread.
     """
 
     def __init__(  # noqa: PLR0913 - options, each by name
@@ -281,7 +282,7 @@ class FrameWriter:
         share: bool = False,
         bases: SaveBases | None = None,
     ) -> None:
-        """Prepare to write; nothing has begun.
+        """Prepare to write; `put` creates each blob when it is first needed.
 
         Args:
             backend: The store of the blobs.
@@ -291,7 +292,8 @@ class FrameWriter:
             workers: The threads that hash and encode.
             blob_prefix: Name of both blobs without their endings.
             release: Called once for every chunk, as soon as its memory is no longer needed.
-            tick: Called with the bytes written whenever the store made progress.
+            tick: Called on each progress, with the bytes of chunks that are finished: written,
+                encoded, or found to be stored already. 0 after other progress, such as a seal.
             hashers: The number of workers that hash the chunks of one batch.
             share: Whether to reuse chunks whose bytes are stored already.
             bases: The frames of earlier saves for the chunks; None: there are none.
@@ -308,7 +310,7 @@ class FrameWriter:
         self._tick = tick
         self._hashers = hashers
         self.blob_names = f"{blob_prefix}.raw", f"{blob_prefix}.enc"
-        """The names of both blobs, begun or not."""
+        """The names of both blobs, whether or not they are created."""
         self._raw: _OpenBlob | None = None
         self._layout = RawLayout()
         self._enc: _EncodedBlob | None = None
@@ -386,7 +388,7 @@ class FrameWriter:
 
     def _start(self, captured: list[Captured]) -> None:
         """Put chunks with known chains in flight."""
-        # First: a chunk that is stored already gets no place in a blob.
+        # This comes first, since a chunk that is stored already gets no place in a blob.
         captured = self._unshared(captured)
         raw = [c for c in captured if self.choices.chain(c.index) is None]
         encoded = deque(c for c in captured if self.choices.chain(c.index))

@@ -1,7 +1,7 @@
 """Finds the objects that may be rounded copies of others, by their names and shapes. Sans-IO.
 
 A job in mixed precision has each weight twice: in bfloat16 or float16 for the model, and in float32
-for the optimizer. The capture checks whether the first equals the rounded second.
+for the optimizer. The capture checks whether the rounded master equals the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ROUNDED_DTYPES = frozenset({"bfloat16", "float16"})
 MASTER_DTYPE = "float32"
 
 DERIVED_BYTES = 64 << 10
-"""Smaller objects are stored: a separate frame would take more than their place in a slab."""
+"""Smaller objects are never derived. An object that may be derived is in no slab, and a frame of
+its own would cost a small one more than its place in a slab."""
 
 _MOST_CANDIDATES = 8
 
@@ -39,13 +40,13 @@ def find_masters(
 
     A master has the shape and region of the object, and the same path below the top-level key
     (`model/wte.weight`, `master/wte.weight`), or the object's last segment somewhere in its path
-    (`optimizer/state/wte.weight/master_param`). The time is linear in the number of objects: a name
-    that more than a few masters share matches none.
+    (`optimizer/state/wte.weight/master_param`). A name that more than a few masters share matches
+    none of them, which keeps the time linear in the number of objects.
 
     Args:
         objects: The objects of a save.
-        is_exact: Returns whether the chain with a number is lossless: a master that a lossy codec
-            has changed would round to other values.
+        is_exact: Returns whether the chain with this number is lossless. A master that a lossy
+            codec has changed would round to other values.
         counts: Returns whether to consider an object. Ranks must find the same objects, so an
             object that differs between ranks must not count.
     """
@@ -89,7 +90,7 @@ def _few(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _fits(planned: PlannedObject, master: PlannedObject) -> bool:
-    """Return whether the two can be compared while neither may change.
+    """Return whether object and master can be compared while neither may change.
 
     They are compared when the object is captured. If the master could change before its own
     capture, the stored values would differ from those compared.

@@ -1,8 +1,9 @@
-"""Finds frames of an earlier checkpoint that a save refers to. Sans-IO.
+"""Finds frames of an earlier checkpoint that a save may refer to. Sans-IO.
 
 A frame can be the base of a delta only if the earlier checkpoint cut the same bytes of the same
-objects into one chunk. Chunk keys show that: equal keys mean equal places of every byte. A frame
-can replace a chunk if it holds the same bytes, and codecs get the same context for them.
+objects into one chunk. Chunk keys show this: if two keys are equal, every byte is at the same place
+of the same object. A frame can replace a chunk if it holds the same bytes, and codecs get the same
+context for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at`."""
+    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at` of it."""
 
     path: ObjectPath
     dtype: str
@@ -74,8 +75,8 @@ class StoredFrame:
 def planned_keys(plan: SavePlan, numbers: Iterable[int]) -> dict[int, ChunkKey]:
     """Return the keys of chunks of a plan, by number.
 
-    With several ranks, this rank writes all of these chunks, and `SavePlan.spans` has their
-    rectangles.
+    With several ranks, all of these must be chunks that this rank writes, and `SavePlan.spans` must
+    have their rectangles.
     """
     return {
         number: tuple(key for piece in plan.chunks[number].pieces for key in _keys(plan, piece))
@@ -108,8 +109,8 @@ def _keys(plan: SavePlan, piece: Piece) -> Iterator[PieceKey]:
 def stored_frames(objects: Iterable[ObjectRecord]) -> dict[ChunkKey, StoredFrame]:
     """Return all frames of a checkpoint by the keys of their chunks.
 
-    Equal chunks may share a frame, which then has the key of each. Slabs that share a frame have no
-    key, since the manifest does not distinguish them.
+    Equal chunks may share a frame, which then has the key of each. Slabs that share a frame are not
+    found, since the manifest does not record which pieces belong to which slab.
 
     Args:
         objects: All objects of the checkpoint; tied ones have no frames.
@@ -167,7 +168,7 @@ _RAW, _DECLINED = ("raw",), ("declined",)
 class ContentKey(NamedTuple):
     """Content and length of a chunk, and the context that a reader passes to its codecs.
 
-    If the keys of two chunks are equal, one frame with the codecs of both decodes to both.
+    If two chunks have equal keys and the same codecs, the frame of either decodes to both.
     """
 
     content: int
@@ -185,7 +186,7 @@ def content_key(
         content: The hash of the bytes of the chunk.
         context: The context of the codecs for the chunk.
         elements: The elements of the chunk as its frame would record them.
-        is_raw: Whether it goes to no codec, so that only its bytes count.
+        is_raw: Whether the chunk goes to no codec, so that only its bytes count.
     """
     if is_raw:
         return ContentKey(content, context.raw_length, _RAW, None)
@@ -213,7 +214,7 @@ class EarlierFrames:
             by_key: The frames by the keys of their chunks.
             shared: The frames to find by content, each with the context that codecs get for its
                 chunk. Frames of a save are left out if the checkpoint uses less than half of that
-                save's blobs, since a chunk or two would keep all its data alive.
+                save's blobs, since a few shared chunks would keep all of that save's data alive.
         """
         self.by_key = by_key or {}
         known = list(shared)
@@ -229,14 +230,14 @@ class EarlierFrames:
     def equal(
         self, content: int, context: CodecContext, elements: tuple[str, int] | None, chain: Chain
     ) -> StoredFrame | None:
-        """Return a frame that a reader decodes to the chunk.
+        """Return a frame that a reader decodes to the chunk; None if there is none.
 
         Args:
             content: The hash of the bytes of the chunk.
             context: The context of the codecs for the chunk.
             elements: The elements of the chunk as its frame would record them.
-            chain: The codecs that would encode the chunk. Those of the frame are the same, except
-                codecs that declined.
+            chain: The codecs that would encode the chunk. The frame was encoded by the same codecs,
+                except those that declined.
         """
         stored = self._by_content.get(content_key(content, context, elements, is_raw=not chain))
         if not chain:

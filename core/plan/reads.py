@@ -116,7 +116,7 @@ def plan_reads(
 
     Raises:
         FormatError: Two sections describe one frame differently, or the shards of an object do not
-            hold each element of the region once.
+            hold each element of the region exactly once.
     """
     jobs: dict[tuple[int, int, int], FrameJob[ChainT]] = {}
     job: FrameJob[ChainT] | None = None
@@ -129,11 +129,11 @@ def plan_reads(
                 job = _job_of(frame, head, jobs, chain_of)
             job.uses.append(use)
             job.paths.append(request.path or record.path)
-            # For a frame of one chunk, codecs get the dtype and shape that encoding had. Frames of
-            # slabs get the context of a slab.
+            # For a frame with one piece of an object, codecs get the dtype and shape that they got
+            # for encoding. Frames of slabs get the context of a slab.
             if frame.chain and ref.at == 0 and ref.stop - ref.start == frame.raw_length:
                 job.context = _context(record, shard, ref, frame)
-    # In order of offsets, so that neighbouring frames are read in one batch.
+    # In order of offsets, so that neighboring frames are read in one batch.
     ordered = tuple(jobs[key] for key in sorted(jobs))
     return ordered, sum(map(_complete, ordered))
 
@@ -197,7 +197,7 @@ def chunk_uses(request: ObjectRequest, parts: Sequence[ObjectRecord]) -> Iterabl
         parts: The object's records in all parts, at least those whose shards overlap the region.
 
     Raises:
-        FormatError: The shards do not hold each element of the region once.
+        FormatError: The shards do not hold each element of the region exactly once.
     """
     record, sink = request.record, request.sink
     stored = [(part, shard) for part in parts for shard in part.shards]
@@ -237,7 +237,7 @@ def _uses_in(
     if run is not None and place is not None:
         ranges = None if common == shard.region else [run]
         return _uses_of(record, shard, sink, at + place.start - run.start, ranges)
-    gap = record.head.block_bytes - 1  # a smaller gap has no whole block
+    gap = record.head.block_bytes - 1  # a gap up to this size contains no whole block
     runs = region_runs(shard.region.sizes, inside, itemsize, merge_gap_bytes=gap)
     scattered = RegionSink(sink, at, region, shard.region, itemsize)
     return _uses_of(record, shard, scattered, 0, runs)
@@ -331,7 +331,7 @@ class RegionSink(ByteSink):
                 self._hand_on(data, span, common)
 
     def _hand_on(self, data: memoryview, span: ByteRange, common: Region) -> None:
-        """Pass `common` to a sink without a view of its memory, in few runs of bytes."""
+        """Pass `common` to a sink without a view of its memory, in as few runs as possible."""
         piece = memoryview(bytearray(common.numel * self._itemsize))
         self._copy(data, span, common, piece, common)
         done = 0

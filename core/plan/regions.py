@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _PRIME = 2**61 - 1
 _random = Random()  # noqa: S311 - not the global one: its state is part of what users save
 
-# The most regions that a search for copies checks: it ends after a second or two. The bound is
-# lower for few regions and dimensions, since a manifest may list many tensors with a few each. A
-# step takes at least as long as checking 1,024 regions.
+# The most regions that a search for copies checks, so that it ends after a second or two. The bound
+# is lower for few regions and dimensions, since a manifest may list many tensors with a few each.
+# Each step counts as 1,024 checks, since it takes at least as long.
 _MAX_CHECKS = 1 << 27
 _CHECKS_FOR_EACH = 1 << 15
 _CHECKS_PER_STEP = 1 << 10
@@ -49,15 +49,16 @@ def common_region(region: Region, other: Region) -> Region | None:
 
 
 def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
-    """Return whether `regions` hold each element of a tensor of `shape` once.
+    """Return whether `regions` hold each element of a tensor of `shape` exactly once.
 
     Compares the sum of the weights of the elements in all regions with that of the whole tensor.
     The weight of an element is the product of one random number per coordinate, modulo a prime, so
     the sum over a region is a product of one difference per dimension. Comparing each pair of
-    regions takes quadratic time, and a map of the elements takes unbounded memory.
+    regions would take quadratic time, and a map of the elements unbounded memory.
 
     A partition always passes. Other regions pass with a probability below `len(shape) / 2**60`
-    (Schwartz-Zippel lemma); a wrong chunk passes its checksum with probability `1 / 2**64`.
+    (Schwartz-Zippel lemma). For comparison: a wrong chunk passes its checksum with probability
+    `1 / 2**64`.
     """
     whole = Region.whole(tuple(shape))
     if len(regions) == 1 and regions[0] == whole:  # nearly every read
@@ -81,10 +82,10 @@ def relative(region: Region, origin: Region) -> Region:
 
 
 def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None:
-    """Return a clause on how `regions` fail to cover a tensor of `shape`, or None.
+    """Return how `regions` fail to cover a tensor of `shape`, as a clause; None if they cover it.
 
     The regions may hold several copies, cut differently. Each region must belong to a copy that has
-    each element once.
+    each element exactly once.
     """
     distinct = list(dict.fromkeys(region for region in regions if region.numel))
     if is_partition(shape, distinct):
@@ -96,7 +97,7 @@ def flaw_of_cover(shape: Sequence[int], regions: Iterable[Region]) -> str | None
 
 
 def one_copy(shape: Sequence[int], regions: Sequence[Region]) -> list[int] | None:
-    """Return the numbers of regions that hold each element of a tensor once, or None."""
+    """Return the numbers of regions that hold each element of a tensor exactly once, or None."""
     if is_partition(shape, regions):
         return list(range(len(regions)))
     try:
@@ -126,7 +127,7 @@ class _Search:
         self._checks_left = min(_MAX_CHECKS, _CHECKS_FOR_EACH * (sum(size) + 1))
 
     def flaw(self) -> str | None:
-        """Return why non-empty regions do not form whole copies, as a clause; None if they do."""
+        """Return why non-empty regions do not form complete copies, as a clause, or None."""
         copied = set(self.copy_with(None, ()) or ())
         if not copied:
             hole = self._free(np.arange(len(self._regions)), (0,) * len(self._shape))
@@ -140,13 +141,16 @@ class _Search:
                 common = (common_region(region, r) for r in self._regions if r is not region)
                 twice = min((c.offsets for c in common if c is not None), default=None)
                 if twice is None:
-                    return f"no whole copy has elements {self._shown(region.offsets)}"
+                    return (
+                        f"the shard with elements {self._shown(region.offsets)} "
+                        "is in no complete copy"
+                    )
                 return f"several shards have elements {self._shown(twice)}"
             copied |= set(copy)
         return None
 
     def copy_with(self, first: int | None, known: Collection[int]) -> list[int] | None:
-        """Return regions, including `first`, that have each element once; None if there are none.
+        """Return regions, including `first`, that have each element exactly once, or None.
 
         Some region must begin at the first free element, so there are few candidates. Tries those
         not in `known` first, the largest first.
@@ -189,8 +193,8 @@ class _Search:
         """Return the first element from `start` on that none of the regions has.
 
         Args:
-            numbers: The regions; they overlap in all but the last `len(start)` dimensions.
-            start: Where to begin along these dimensions.
+            numbers: The regions; they contain the place chosen along all earlier dimensions.
+            start: Where to begin along the last `len(start)` dimensions.
         """
         if not start:
             return None if len(numbers) else ()

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, Region, Role, TensorSpec
 
 SLAB_ALIGNMENT = 64
-"""Bytes to which the pieces of a slab are aligned; the bytes between them are zero."""
+"""The pieces of a slab begin at multiples of this number of bytes. Padding bytes are zero."""
 
 LARGEST_BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK_BYTES = 256 << 10
-_BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard has 80 bytes of manifest at most
+_BLOCKS_OF_A_PIECE = 6  # 48 bytes of checksums; a shard may take 80 bytes of the manifest
 
 _DEVICE_PHASE = 64  # that of torch's large CPU tensors, so that a restore meets the same phase
 
@@ -44,7 +44,7 @@ _CAPTURE_ORDER = {Capture.FROZEN: 0, Capture.NOW: 1, Capture.DEFERRED: 2}
 
 
 class PlannedObject(NamedTuple):
-    """An object whose bytes are saved. Tied objects are left out, since they have no own bytes.
+    """An object whose bytes are saved. Tied objects are left out: they have no bytes of their own.
 
     Attributes:
         entry: The object's description.
@@ -85,11 +85,12 @@ class Chunk:
     Attributes:
         pieces: One piece; several in a slab.
         length: Raw bytes, including padding between pieces.
-        phase: Address modulo 4096 of the first byte in memory, and of a raw chunk in its blob.
+        phase: Address modulo 4096 of the first byte in memory. The offset of a raw chunk in its
+            blob has the same phase.
         chain: Number of the codec chain; 0 is raw.
         capture: When the chunk is captured; all objects of a slab agree.
         slab: Whether the chunk is gathered from several small objects.
-        dtype: The dtype of all elements, if an encoded slab has only one.
+        dtype: The dtype of all elements of an encoded slab, if they have the same one.
         itemsize: Bytes of one such element.
     """
 
@@ -220,7 +221,7 @@ def plan_save(
         masters: See `SavePlan.masters`.
         even_cuts: Cut raw objects at the same bytes whatever their address, so that other processes
             make equal chunks. The frames of an object then have gaps of a page between them.
-        known: Results of the last save.
+        known: Results of the last save, which are reused if nothing has changed.
 
     Raises:
         ConfigError: `chunk_bytes` is beyond `MAX_CHUNK_BYTES`, or cannot hold one element.
@@ -333,7 +334,7 @@ class RawLayout:
         self.end = 0
 
     def place(self, chunk: Chunk) -> int:
-        """Return the offset of the next chunk."""
+        """Return the offset of `chunk`, the next to write."""
         # A chunk that continues its object at a page boundary goes right after the previous one.
         offset = align_up(self.end, PAGE_BYTES) + chunk.phase
         self.end = offset + chunk.length
@@ -430,8 +431,8 @@ def _cut(number: int, item: _CutFacts, sizes: _CutSizes) -> Iterator[Chunk]:
     if not step:
         msg = f"chunk_bytes is {chunk_bytes}, less than one element of {itemsize} bytes"
         raise ConfigError(msg)
-    # No page ends between two elements of an odd size, so such chunks are copied to their own
-    # pages.
+    # Elements of an odd size may cross a page boundary, so their chunks are copied to pages of
+    # their own.
     encoded = chain and not item.may_stay_raw
     if PAGE_BYTES % itemsize or encoded or phase % itemsize:
         phase = 0

@@ -1,7 +1,8 @@
 """Chooses the chunks of a save that one of several ranks writes. Sans-IO.
 
-Ranks that hold the same bytes share them: each writes one run of their chunks. Every rank decides
-alone, and all get the same result, since their plans cut the same bytes into the same chunks.
+Ranks that hold the same bytes divide the work: each writes one run of the chunks. Every rank
+decides alone, and all get the same result, since their plans cut the same bytes into the same
+chunks.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class RankPlaces:
 
     Attributes:
         plain: Its place among ranks with the same structure, which hold equal plain tensors.
-        shared: Its place among ranks with the same index, for each `PerRank` with an index, by its
-            shown path; each rank stores its other `PerRank`s.
+        shared: For each `PerRank` with an index, by its shown path: its place among the ranks with
+            the same index. A rank stores all of its other `PerRank`s.
     """
 
     plain: Replica = field(default_factory=Replica)
@@ -65,20 +66,21 @@ def chunks_of_rank(
 ) -> frozenset[int]:
     """Return the numbers of the chunks that this rank writes.
 
-    Args:
-        plan: The plan of everything that this rank holds, with even cuts.
-        places: The places of this rank among others. The first rank with the same structure writes
-            plain values. The first rank that holds a buffer writes it, sharded or not: each rank
-            may have computed its buffers from its own data, so they belong together. The first rank
-            that shares a `PerRank` writes it.
-        writer_bytes: The fewest bytes that one of several writers gets.
+    Ranks that hold the same tensors divide their chunks. Values, buffers and each `PerRank` are not
+    divided: the first rank that holds them writes them. Buffers must come from one rank, since each
+    rank may have computed them from its own data.
 
     The rank that writes the first chunk of a master also writes the objects that may be derived
-    from it, so that one rank has both. They do not count when chunks are divided, since most take
-    no bytes.
+    from it, so that one rank has both. These objects do not count when chunks are divided, since
+    most take no bytes.
+
+    Args:
+        plan: The plan of everything that this rank holds, with even cuts.
+        places: The places of this rank among the ranks with the same data.
+        writer_bytes: The fewest bytes that one of several writers gets.
     """
     groups: dict[object, list[int]] = {}
-    held: dict[object, tuple[Replica, bool]] = {}  # and whether one rank writes all of it
+    held: dict[object, tuple[Replica, bool]] = {}  # `True`: one rank writes the whole group
     leaders = _leaders(plan)
     for number, chunk in enumerate(plan.chunks):
         if chunk.pieces[0].item in leaders:
@@ -109,10 +111,10 @@ def chunks_of_rank(
 
 
 def bytes_of_rank(plan: SavePlan) -> tuple[int, int]:
-    """Return the raw bytes that ranks of equal structure share, and this rank's other bytes.
+    """Return the raw bytes that all ranks of equal structure hold, and this rank's other bytes.
 
-    Of data replicated on a mesh, each rank counts its share, so the other bytes of all ranks add up
-    to the stored bytes.
+    Of data replicated on a mesh, each rank counts only its share. So the second numbers of all
+    ranks add up to the bytes that they store.
     """
     alike = others = 0
     for number, chunk in enumerate(plan.chunks):
@@ -130,13 +132,14 @@ def derivable(
 ) -> dict[int, tuple[int, ...]]:
     """Return the objects that this rank may store as derived, in the form of `SavePlan.masters`.
 
-    This rank writes each such object and its masters whole, so it has compared the stored bytes. If
-    the ranks differ in structure there are none, since several would decide about one object.
+    This rank writes all of each such object and of its masters, so the bytes that it compares are
+    those that are stored. If the ranks differ in structure, no object is derived, since several
+    ranks would decide about the same one.
 
     Args:
         plan: As for `chunks_of_rank`.
         mine: The chunks that this rank writes.
-        plain: As for `chunks_of_rank`.
+        plain: `RankPlaces.plain` of this rank.
         world_size: Number of ranks.
     """
     if plain.count < world_size:

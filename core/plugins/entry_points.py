@@ -101,13 +101,13 @@ def label(kind: PluginKind, entry: EntryPoint) -> str:
 
 def conflict(kind: PluginKind, name: str, entries: Sequence[EntryPoint]) -> str:
     """Return the error text for several entry points with the same name."""
-    # The order of folders is arbitrary. Penstock's own comes first, so that a user who copies the
-    # hint can still read what it stored.
+    # The order in which packages are found is arbitrary. Penstock's own plugin comes first, so that
+    # a user who copies the hint can still read the data that this plugin stored.
     entries = sorted(entries, key=lambda entry: (not is_ours(entry), shipper_of(entry)))
     claims = " and ".join(f"{distribution(e)} ({e.value})" for e in entries)
     chosen = json.dumps({kind: {name: shipper_of(entries[0])[0]}})
     return (
-        f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or choose one by the "
+        f"{kind} {name!r} is claimed by {claims}: uninstall all but one, or choose one with the "
         f"option prefer, as in prefer={chosen}"
     )
 
@@ -187,7 +187,7 @@ def _breach_of_versions(cls: Any, contract: Any, distribution: str) -> str | Non
         older = "penstock" if cls.api_version > API_VERSION else distribution
         return (
             f"is for version {cls.api_version} of the {contract.__name__} contract, "
-            f"this Penstock has version {API_VERSION}: upgrade {older}"
+            f"but this Penstock has version {API_VERSION}: upgrade {older}"
         )
     if not says_its_version(cls):
         return (
@@ -235,7 +235,7 @@ def _breach_of_codec(codec: Codec) -> str | None:
     if type(size) is not int or size < 0:
         return f"returned {size!r} from max_encoded_size({len(chunk)}): it must be an int"
     if not isinstance(codec.config, codec.Config):
-        return "does not keep its options as `config`: they are stored with each checkpoint"
+        return "does not keep its options as `self.config`, so they cannot be stored"
     base = memoryview(chunk[::-1]) if codec.needs_base else None
     context = CodecContext("uint8", 1, (len(chunk),), 0, len(chunk), base, codec.version)
     output: object = codec.output(replace(context, base=None))

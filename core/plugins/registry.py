@@ -1,6 +1,6 @@
 """Creates plugins from entry points on first use, and chooses the provider of a type or form.
 
-Every error names the distribution; a plugin's failure never affects other plugins.
+Every error names the distribution. A third party's broken plugin does not affect other plugins.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PluginInfo:
 class Registry:
     """Finds and creates plugins by kind and name. Thread-safe.
 
-    If several distributions claim a name, its use raises an error that lists them, until `prefer`
+    If several distributions claim a name, using it raises an error that lists them, until `prefer`
     chooses one.
 
     Args:
@@ -106,14 +106,14 @@ class Registry:
 
     @property
     def has_own(self) -> bool:
-        """Whether classes were registered in this process only, with `register`."""
+        """Whether classes were added with `register`, so that other processes do not know them."""
         return bool(self._registered)
 
     def register(self, cls: type[PluginClass], /, *, replace: bool = False) -> type[PluginClass]:
         """Add a plugin that is not installed. Also works as a decorator.
 
-        Only this registry knows the class. A process that reads its data must register or install a
-        class with the same name.
+        Only this registry knows the class. Any other process that reads the plugin's data must
+        register or install a class with the same name.
 
         Args:
             cls: A subclass of one of the contracts, registered under its `name`.
@@ -156,7 +156,7 @@ class Registry:
             self._providers = self._replayers = None
 
     def preferring(self, choices: Preferences, /) -> Registry:
-        """Return a copy of this registry with these choices, or this registry if there are none."""
+        """Return a copy that also prefers `choices`, or this registry itself if there are none."""
         if not any(choices.values()):
             return self
         with self._lock:
@@ -175,7 +175,7 @@ class Registry:
         """Return the class of the codec `name`.
 
         Raises:
-            PluginError: The codec does not exist, is broken, or several distributions claim it.
+            PluginError: The codec is broken or not installed, or several distributions claim it.
         """
         return cast("type[Codec]", self._class("codec", name))
 
@@ -183,7 +183,7 @@ class Registry:
         """Return the codec `name` with a user's options.
 
         Raises:
-            PluginError: The codec does not exist, is broken, or several distributions claim it.
+            PluginError: The codec is broken or not installed, or several distributions claim it.
             ConfigError: The options are not valid for the codec.
         """
         cls = self.codec_class(name)
@@ -194,8 +194,8 @@ class Registry:
         """Return the codec that decodes frames of the recorded name, version and options.
 
         Raises:
-            PluginError: The codec is not installed, is broken, refuses the stored options, or does
-                not read the recorded version since it is too old or too new.
+            PluginError: The codec is not installed, is broken, refuses the stored options, or is
+                too old or too new to read the recorded version.
         """
         cls = self.codec_class(name)
         whence = distribution(self._only("codec", name))
@@ -209,18 +209,21 @@ class Registry:
             msg = (
                 f"written by version {version} of codec {name!r}, but {whence} has version "
                 f"{cls.version}, which reads versions {cls.oldest_readable} to {cls.version}: "
-                "install an older one to read it"
+                "install an older release to read this data"
             )
             raise PluginError(msg)
         try:
             options = validated(cls.Config, config, what=f"stored options of codec {name!r}")
         except ConfigError as error:
-            msg = f"{error}\n  {whence} cannot read data written with these options"
+            msg = (
+                f"{error}\n  {whence} cannot read data written with these options: install the "
+                "release that wrote it"
+            )
             raise PluginError(msg) from error
         return cast("Codec", self._create("codec", name, cls, options))
 
     def is_lossless(self, name: str, /) -> bool | None:
-        """Return whether the codec `name` is lossless; None if it is not installed or broken."""
+        """Return whether the codec `name` is lossless; None if it is broken or not installed."""
         try:
             return self.codec_class(name).lossless
         except PluginError:
@@ -230,12 +233,14 @@ class Registry:
         """Return the class of the backend `name`.
 
         Raises:
-            PluginError: The backend does not exist, is broken, or several distributions claim it.
+            PluginError: The backend is broken or not installed, or several distributions claim it.
         """
         return cast("type[Backend]", self._class("backend", name))
 
     def shipper(self, plugin: str, /) -> str:
-        """Return a third party's distribution and version; empty for Penstock's own plugins.
+        """Return the distribution and version of a third party's plugin.
+
+        Empty for Penstock's own plugins, and for a plugin without a known distribution.
 
         Args:
             plugin: Kind and name, as in a commit record: `"codec acme"`.
@@ -248,10 +253,10 @@ class Registry:
         return "" if is_ours(entry) or entry.dist is None else distribution(entry)
 
     def preload(self) -> None:
-        """Import all providers; retries a failed import when the provider is needed.
+        """Import all providers. A failed import is retried when the provider is needed.
 
-        The import fails, for example, if a package ships a provider and creates a checkpointer
-        during its own import.
+        An import fails, for example, if a package that ships a provider creates a checkpointer
+        while it is being imported itself.
         """
         with self._lock:
             for name in self.names("provider") if self._providers is None else ():
@@ -277,9 +282,9 @@ class Registry:
             return self._providers
 
     def replayer(self, optimizer: object, /) -> Replayer | None:
-        """Return the replayer that handles an optimizer, a third party's first; None if none does.
+        """Return the replayer that handles an optimizer, or None.
 
-        Leaves out a third party's broken one, with one warning.
+        Asks the replayers of third parties first. Skips a broken one of theirs, with one warning.
         """
         with self._lock:
             if self._replayers is None:
@@ -311,8 +316,8 @@ class Registry:
     # -- inside ---------------------------------------------------------------------------------
 
     def _entries(self, kind: PluginKind) -> dict[str, list[EntryPoint]]:
-        # Locked only the first time: a signal handler that interrupts the loading of plugins may
-        # save, and waits for a thread that needs their names.
+        # Locked only the first time. A signal handler that interrupts the loading of plugins may
+        # save, and that save waits for a thread that needs the names.
         known = self._by_kind.get(kind)
         if known is None:
             with self._lock:
@@ -508,7 +513,7 @@ class ProviderSet:
         return [provider for provider, _ in self._providers.values()]
 
     def for_type(self, kind: type, /) -> StateProvider | None:
-        """Return the provider that claims `kind` with the highest priority; None without a claim.
+        """Return the provider that claims `kind` with the highest priority; None if none does.
 
         Raises:
             PluginError: Two providers have the same highest priority, or a priority is invalid.
@@ -529,7 +534,7 @@ class ProviderSet:
             known = {f for p in self.all() for f in p.forms}
             msg = (
                 f"no installed provider rebuilds {show_text(repr(form))}{nearest(form, known)}: "
-                f"the checkpoint was written with a plugin that is not installed"
+                f"the checkpoint was written with a plugin that is not installed here; install it"
             )
             raise PluginError(msg)
         if len(names) > 1:
@@ -542,7 +547,7 @@ class ProviderSet:
     def _shipped(self, names: list[str], what: str) -> list[str]:
         """Reduce `names` to the provider that ships with Penstock, if any, with one warning.
 
-        Otherwise any installed package could make all checkpoints unreadable.
+        If conflicts were errors, any installed package could make all checkpoints unreadable.
         """
         shipped = [name for name in names if not is_foreign(self._providers[name][0])]
         if len(shipped) != 1:

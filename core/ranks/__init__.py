@@ -1,7 +1,7 @@
-"""Agreement of several ranks that save or restore one checkpoint together.
+"""Makes several ranks agree, so that they save or restore one checkpoint together.
 
 Covers the thread that drives the rounds of a save and a restore; the job's store, where ranks post;
 the comparison of their states; the rank of this process; and the step after which all ranks stop.
-The rounds themselves are in `rounds`; a rank's bytes and the commit record are in `save` and
-`catalog`. `save` and `restore` import this package.
+The rounds themselves are in `rounds`. `save` writes a rank's bytes, and `catalog` publishes the
+commit record. `save` and `restore` import this package.
 """

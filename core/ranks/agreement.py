@@ -1,9 +1,9 @@
-"""This rank's side of a save by several ranks: its posts and its waits.
+"""Carries out this rank's side of a save by several ranks: its posts and its waits.
 
 A process that saves alone is a group of one rank and agrees at once.
 
-The save thread calls this module, which carries out the steps of the round that wait. `finish`
-writes and publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
+The save thread calls this module for the steps of the round in which ranks wait for each other.
+`finish` writes and publishes. Tested in `tests/integration/ranks/test_save_failures.py`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class SaveAgreement(RankSession[SaveRound]):
         """Whether this is rank 0, which publishes."""
         self.world_size = group.place.world_size
         self.writer_bytes = group.writer_bytes
-        """The least bytes that one of several replicas writes."""
+        """The fewest bytes that one of several replicas writes."""
         self._step = step
         self._alive = alive
         self._look = look
@@ -143,8 +143,8 @@ class SaveAgreement(RankSession[SaveRound]):
         self._digests = brought.digests()
         self._brought = brought.without_state()
         self._arrival = {**brought.arrival(self._digests), **more}
-        # Unknown until rank 0 reports them again: if rank 0 says go after this rank gives up, the
-        # others continue with places that this rank does not know.
+        # Forget the places until rank 0 reports them again. If rank 0 sends `go` after this rank
+        # gives up, the others continue with places that this rank does not know.
         self._assumed = self.group.places.of(brought.key)
         self.group.places.forget()
         self.round.arrive(self._arrival)
@@ -186,7 +186,7 @@ class SaveAgreement(RankSession[SaveRound]):
         }
         try:
             self.tell(lambda r: r.go(every))
-        except FormatError:  # too large for a post: each rank stores everything that it holds
+        except FormatError:  # too large for a post: now each rank stores everything that it holds
             every |= {"classes": pack_numbers([]), "shared": {}}
             self.tell(lambda r: r.go(every))
 
@@ -207,8 +207,8 @@ class SaveAgreement(RankSession[SaveRound]):
         if self._assumed is not None and self._assumed != places:
             msg = (
                 f"step {self._step}: the state of another rank has another structure than at its "
-                "last save, and this rank has captured its share for the old one. The next save is "
-                "planned for the new one"
+                "last save, but this rank has already captured its share for the old structure. "
+                "The next save uses the new structure"
             )
             raise SaveError(msg)
         return places
@@ -216,7 +216,7 @@ class SaveAgreement(RankSession[SaveRound]):
     def check_shared(self, backend: Backend, name: str, *, tier: str | None) -> None:
         """Check once per place that this rank sees a record that rank 0 published.
 
-        Without this check a rank writes all of its data before rank 0 fails to find it.
+        Without this check, a rank would write all of its data before rank 0 fails to find it.
 
         Args:
             backend: The place.
@@ -250,8 +250,8 @@ class SaveAgreement(RankSession[SaveRound]):
         """Post that this rank's part is durable, and wait until every rank's part is.
 
         Returns:
-            The posts of the other ranks, by rank, on rank 0. An empty dict on every other rank,
-            whose checkpoint is then committed.
+            On rank 0, the posts of the other ranks, by rank. On every other rank an empty dict; the
+            checkpoint is committed then.
 
         Raises:
             PenstockError: The save is given up.
@@ -360,7 +360,7 @@ class SaveAgreement(RankSession[SaveRound]):
         there = terms.get("step")
         return (
             f"was called to save step {self._step} while rank 0 saves step {there}: all ranks must "
-            "save the same steps, and call save equally often, in signal handlers too"
+            "save the same steps, and call save equally often, including in signal handlers"
         )
 
     def _next(self, *wanted: Step) -> None:
@@ -387,7 +387,7 @@ class SaveAgreement(RankSession[SaveRound]):
         stays = "" if latest is None else f"Step {latest} stays the latest."
         if phase is Phase.COMMITTED:
             error: PenstockError = SaveError(
-                f"step {step} is committed: this rank gave up too late"
+                f"step {step} is committed: this rank failed too late to prevent it"
             )
         elif phase is Phase.STOPPED:
             error = self._stopped(f"step {step} was not saved")
@@ -433,7 +433,7 @@ class SaveAgreement(RankSession[SaveRound]):
 class AgreementOfOne:
     """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
 
-    No other rank can fail, and no method waits. The publisher feeds the save's table.
+    No other rank can fail, and no method waits. The publisher feeds the save's commit table.
     """
 
     rank = 0
@@ -477,7 +477,7 @@ class AgreementOfOne:
         """Do nothing: no other rank can fail."""
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Report to the save's table that all data is durable."""
+        """Report to the save's commit table that all data is durable."""
         del part
         self._commit.feed(Event.SEALED)
         return {}
@@ -506,7 +506,7 @@ def _not_shared(url: str, tier: str | None) -> str:
     what = f"this rank does not see on {url} what rank 0 has published there"
     if tier is None:
         return f"{what}: is the folder shared by all hosts? {SEVERAL_CHECKPOINTERS}"
-    # `what` first: the cause that other ranks get is cut.
+    # `what` first: the cause that other ranks get is cut short.
     return (
         f"{what}, which is tier {tier}. If each host has its own fast tier, give it type = "
         "'hosts', or put it on a file system that all hosts share. "

@@ -160,7 +160,7 @@ class FollowedDrains:
             self._threads[number] = spawn("drained", partial(self._follow, number, on_end))
 
     def settle(self) -> None:
-        """Wait until the outcome of all copies is reported, or until rank 0's copies fail."""
+        """Wait until the outcome of all copies is known, or until rank 0's copies are failing."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unknown or self._failing)
             telling = [t for n, t in self._threads.items() if n not in self._unknown]
@@ -224,7 +224,8 @@ def _end_in(data: bytes) -> DrainedPost:
 
 def _ended(why: str) -> DrainedPost:
     msg = (
-        "it is whole in a faster tier, but it is not known here whether it was copied to the "
-        f"durable one: {why}. The next process that saves there continues, or `penstock drain`"
+        "it is whole in a faster tier, but this rank does not know whether it was copied to the "
+        f"durable tier: {why}. The next process that saves to this run continues the copy, and so "
+        "does `penstock drain`"
     )
     return DrainedPost(kind=NotDrainedError.__name__, error=msg)

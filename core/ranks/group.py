@@ -1,4 +1,4 @@
-"""Ranks that save and restore together: the place of this process, and the store they share."""
+"""Joins the ranks that save and restore together, through the store that they share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SEVERAL_CHECKPOINTERS = (
     "Several checkpointers of a job must be used for the first time in the same order on all "
     "ranks, or each needs a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
 )
-"""A further remedy if ranks see different roots: they may be those of two checkpointers."""
+"""A second remedy if ranks see different roots, which may be the roots of two checkpointers."""
 
 _FAILED = "failed with "
 _NONCE_KEY = "nonce"
@@ -122,7 +122,7 @@ class Parting:
         self._last = -1
         self._needed: set[int] = set()
         self._gone = False
-        self._posting = threading.Lock()  # held during a post, so that the newest is the last one
+        self._posting = threading.Lock()  # held during a post, so that the last post is the newest
 
     def ended(self, number: int) -> None:
         """Record that this rank knows the outcome of this round and of all earlier rounds."""
@@ -144,7 +144,7 @@ class Parting:
         self._gone = True
 
     def post(self) -> None:
-        """Post the rounds for which this rank no longer needs the store.
+        """Post up to which round this rank no longer needs the store.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -204,7 +204,7 @@ class RankGroup:
             coordination: The store where the ranks agree; the group closes it.
             timeout_s: A rank that makes no progress for this long counts as dead.
             host: The name of this machine in messages; default: its host name.
-            writer_bytes: The least bytes that one of several replicas writes; equal on all ranks.
+            writer_bytes: The fewest bytes that one of several replicas writes; equal on all ranks.
             members: The ranks' numbers in the job, in order; empty if they are the whole job.
             name: The name under which the ranks meet, if any.
             timing: How long to wait, and the clock that measures the others' silence; None: the
@@ -219,7 +219,7 @@ class RankGroup:
         self.places = KnownPlaces()
         """The places of this rank in the newest saves."""
         self.by_host: tuple[tuple[int, ...], ...] | None = None
-        """The ranks in sets that read together, each on one host, once they are known."""
+        """The sets of ranks that read together, each set on one host; None: not known yet."""
         self.reads_apart = False
         """Whether the ranks of this host cannot read together."""
         self.lost: set[int] = set()
@@ -229,7 +229,7 @@ class RankGroup:
         self.told_drains = ToldDrains(coordination, timeout_s)
         """On rank 0: its reports on its copies to slower tiers."""
         self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
-        """On the other ranks: what they know of rank 0's copies."""
+        """On the other ranks: follows rank 0's copies."""
         self._parting = Parting(coordination, self.place)
         self._next = 0
         self._closed = self._reported_close = False
@@ -434,21 +434,24 @@ class RanksOfJob:
             ConfigError: The name is empty or not a string, or `given` has no ranks.
         """
         if name is not None and (type(name) is not str or not name):
-            msg = f"name must be a string, not empty, the same on all ranks; not {show_value(name)}"
+            msg = (
+                "name must be a string that is not empty and is the same on all ranks, "
+                f"not {show_value(name)}"
+            )
             raise ConfigError(msg)
         self._given = _numbers(given) if isinstance(given, Iterable) else given
         self._name = name or ""
-        self._token = secrets.token_hex(16).encode()  # of one seat, even if requested again
+        self._token = secrets.token_hex(16).encode()  # names one seat, even if requested again
         self._config = config
         self._url = url
         self._group: RankGroup | None = None
         self._saves_alone = False
 
     def leads(self) -> bool:
-        """Return whether this process does the job's single tasks: it is alone, or it is rank 0.
+        """Return whether this process does the tasks that only one process of the job may do.
 
-        Does not join the ranks. Perhaps only some ranks call this, and joining would shift the
-        count by which the n-th checkpointers of all ranks meet.
+        That is rank 0, or a process that is alone. Does not join the ranks: if only some ranks call
+        this, joining would shift the count by which the n-th checkpointers of all ranks meet.
 
         Raises:
             ConfigError: This process is not in the group that it was given.
@@ -486,7 +489,7 @@ class RanksOfJob:
         return found
 
     def alone_among_several(self) -> str:
-        """Return a remedy if other processes also seem to save here; may be empty."""
+        """Return a remedy if other processes also seem to save here; empty if none do."""
         count = os.environ.get("WORLD_SIZE", "1")
         if self._config.ranks != "alone" or count == "1":
             return ""
@@ -641,8 +644,8 @@ def _take_seat(coordination: Coordination, rank: int, token: bytes) -> int:
     """Return the number of the first meeting of a name where this rank's seat is free.
 
     A rank has one seat per meeting, and a seat is taken once: by the rank when it arrives, or by
-    ranks that waited for it in vain. So a rank that failed before it arrived meets the others at
-    the next meeting. A restarted rank does too, because its earlier seats are taken.
+    ranks that have given up waiting for it. So a rank that failed before it arrived meets the
+    others at the next meeting. A restarted rank does too, because its earlier seats are taken.
     """
     for first in itertools.count(0, _SEATS_AT_ONCE):
         numbers = range(first, first + _SEATS_AT_ONCE)

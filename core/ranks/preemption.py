@@ -1,4 +1,4 @@
-"""Stops training on the scheduler's request: on all ranks of a job after the same step."""
+"""Stops training on the scheduler's request, on all ranks of a job after the same step."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ _STOP_KEY = "stop"
 class AgreedStop:
     """Finds the step after which all ranks of a job stop, once any rank is asked to.
 
-    A separate thread of each rank checks once per second whether another rank was asked. If so, the
-    rank posts the last step that it has passed, and passes no other step until the stop is known.
-    The stop is the furthest step that any rank has passed, so no rank is past the stop when it
-    learns it. No main thread has to make progress for that. A register of the store decides once. A
-    rank whose loop ends first, or that has waited too long, decides that no rank stops.
+    A separate thread of each rank checks about once per second whether another rank was asked. If
+    so, the rank posts the last step that it has passed, and passes no other step until the stop is
+    known. The stop is the furthest step that any rank has passed, so no rank is past the stop when
+    it learns it. The main threads need not make progress meanwhile.
+
+    The decision is a register of the store that can be set only once. If a rank's loop ends first,
+    or if a rank has waited too long, that rank decides that no rank stops.
     """
 
     def __init__(self, group: RankGroup, asked: SimpleQueue[str | None], *, limit_s: float) -> None:
@@ -53,7 +55,7 @@ class AgreedStop:
 
         Args:
             group: The ranks; closed by `close`.
-            asked: The queue of reasons to stop; a signal handler may put one.
+            asked: The queue of reasons to stop; a signal handler may put one into it.
             limit_s: The most seconds for the ranks to agree.
         """
         self._group = group
@@ -111,7 +113,7 @@ class AgreedStop:
             except CoordinationError as error:
                 if reason:  # logged once; retried after a pause
                     log.warning(
-                        "%s, and the other ranks cannot learn of it: %s", own.decode(), error
+                        "%s, but the other ranks cannot be notified yet: %s", own.decode(), error
                     )
                 continue
             if found is not None:
@@ -177,14 +179,14 @@ class Preemption:
                 break
     ```
 
-    A signal to any rank counts for all. `leaving(step)` compares two numbers. Another thread polls
-    the job's store once per second, and no collective is used. After a signal, one call on each
-    rank waits until all ranks have agreed, for about a second.
+    A signal to any rank counts for all. `leaving(step)` only compares two numbers: another thread
+    polls the job's store about once per second, and no collective is used. After a signal, one call
+    on each rank waits until all ranks have agreed, for about a second.
 
     Earlier handlers also run, except Python's own for Ctrl-C, and are restored at the end. In a
     forked child, such as a data loader worker, SIGTERM still ends the child, and the other signals
-    do nothing. A worker also leaves its rank's process group, because the launcher may send SIGTERM
-    to the whole group.
+    do nothing. A data loader worker also leaves its rank's process group, because the launcher may
+    send SIGTERM to the whole group.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class Preemption:
                 several ranks, and torch.distributed is not initialized.
             CoordinationError: The store of the job does not answer.
         """
-        self._asked: SimpleQueue[str | None] = SimpleQueue()  # its `put` is for handlers as well
+        self._asked: SimpleQueue[str | None] = SimpleQueue()  # signal handlers may call its `put`
         self._earlier: dict[int, Any] = {}
         self._passed, self._stop = _NOTHING_PASSED, _NEVER
         self._agreed: AgreedStop | None = None
@@ -272,12 +274,15 @@ class Preemption:
         try:
             self._earlier[number] = signal.signal(number, self._receive)
         except (ValueError, OSError) as error:
-            msg = f"{number.name} cannot be handled here ({error}): use it in the main thread"
+            msg = (
+                f"{number.name} cannot be handled here ({error}): use Preemption in the main "
+                "thread, and only with signals that a process may handle"
+            )
             raise ConfigError(msg) from error
 
     def _put_back(self) -> None:
         for number, earlier in self._earlier.items():
-            # None: a handler that Python does not know, and cannot restore.
+            # None: the handler was not installed by Python code, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""One rank in one round: a thread carries out the round's operations on the job's store."""
+"""Runs one rank's part in a round: a thread carries out the operations on the job's store."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class RankSession(Generic[R]):
             self.round.moved(done, total)
 
     def wait_all_here(self, timeout_s: float) -> bool:
-        """Wait until rank 0 has heard from all ranks or has a step to do; return whether it has.
+        """Wait until rank 0 has heard from all ranks, or has a step to do.
+
+        Returns:
+            Whether it has heard from all ranks.
 
         Raises:
             BaseException: As in `next_step`.
@@ -140,7 +143,7 @@ class RankSession(Generic[R]):
                     break
                 answer = self._carry_out(operation)
         except BaseException as error:  # `next_step` raises it
-            log.exception("the round %d of the ranks ended", self.round.number)
+            log.exception("round %d of the ranks ended with an error", self.round.number)
             self._error = error
         finally:
             with self._changed:
@@ -180,7 +183,7 @@ class RankSession(Generic[R]):
         return Answer(self.group.timing.clock.monotonic_s(), value, error)
 
     def _rest(self, timeout_s: float) -> None:
-        """Wait `timeout_s`, or until the engine reports an event."""
+        """Wait `timeout_s`, or until `tell` is called."""
         with self._changed:
             self._changed.wait_for(lambda: self._told, timeout_s)
             self._told = False

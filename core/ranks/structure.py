@@ -1,4 +1,4 @@
-"""Facts that ranks compare: the structure, plain values, and sampled lines of tensors.
+"""Computes the facts that ranks compare: the structure, plain values, and sampled lines of tensors.
 
 Tested in `tests/core/ranks/test_lines.py` and `tests/integration/ranks/test_save_failures.py`.
 """
@@ -30,16 +30,17 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 LINE_BYTES = 64
-"""Bytes of the lines by which memory is compared, without reading all of it."""
+"""Bytes of a line: a sample of memory. Lines are compared instead of all bytes."""
 
 LINES = 8
-"""Lines of an object, the first and the last among them; of a large one there may be more."""
+"""The number of lines before the last one of a tensor that ranks compare. For samples of host
+memory: the number of lines of an object in a slab."""
 
 _DIGEST_BYTES = 16
 _REPLICA_CHARS = 16  # of a digest in a post
 _MAX_SETS = 8  # some 30 bytes each in a post
 _MAX_COPIES = 6  # about the same
-_OF_TENSOR = "t"  # begins the digest of a tensor; no digit
+_OF_TENSOR = "t"  # begins the digest of a tensor; not a hexadecimal digit
 _OF_PIECE = "p"  # begins the digest of a piece of a tensor that several ranks hold
 _MOST_SHOWN = 3  # of the paths that differ
 _PIECE_BYTES = 60 << 10  # of a post, which has at most 64 KiB
@@ -95,7 +96,7 @@ class Brought:
         return self.structure, tuple(sorted(self.shared.items()))
 
     def without_state(self) -> Brought:
-        """Return a copy without the digests, which hold the state: the user may free it then."""
+        """Return a copy without `digests`, which would keep the state from being freed."""
         return Brought(self.structure, self.shared)
 
     def arrival(self, digests: Digests) -> dict[str, Any]:
@@ -118,13 +119,13 @@ class Brought:
         shared: Mapping[str, tuple[int, int]],
         masters: Iterable[tuple[ObjectPath, Sequence[ObjectPath]]] = (),
     ) -> Brought:
-        """Return the facts about a rank's described state; samples its lines now.
+        """Return the facts about a rank's described state; samples lines of its tensors now.
 
         Raises:
             TornSnapshotError: Memory was freed after the description.
         """
         objects: list[StateObject] = []
-        alone: list[StateObject] = []  # of submeshes, where no other rank holds the same objects
+        alone: list[StateObject] = []  # on submeshes, and perhaps on no other rank
         for entry in entries:
             if isinstance(entry, StateObject):
                 if _is_compared(entry, own_paths, shared):
@@ -208,7 +209,7 @@ def value_digests(
     """Return a digest of each object that must be equal on all ranks, by shown path.
 
     The digest covers each plain value whole, and some lines of each plain tensor, including the
-    first and the last. Ranks share the writing of these tensors, so tensors that drifted apart
+    first and the last. Each rank writes a share of these tensors, so tensors that drifted apart
     would be stored as a mixture.
     """
     found: dict[str, str] = {}
@@ -248,20 +249,20 @@ def replica_digests(
 ) -> dict[str, dict[str, str]]:
     """Return a digest of some lines of each piece that several ranks hold.
 
-    Ranks share the writing of these pieces, as they do for plain tensors.
+    Each of these ranks writes a share of the pieces, as with plain tensors.
 
     Returns:
-        The digests by piece, such as "model/w from [4, 0], of shape [4, 8]", for each set of ranks
-        that hold the same pieces, by a common key. If the provider does not name these ranks, equal
-        pieces form a set, so pieces that two ranks hold by mistake are also compared. Holds no more
-        sets than fit in a post.
+        For each set of ranks that hold the same pieces, by a key that these ranks have in common:
+        the digests by piece, such as "model/w from [4, 0], of shape [4, 8]". If the provider does
+        not name the ranks, ranks with the same pieces form a set, so pieces that two ranks hold by
+        mistake are also compared. Holds no more sets than fit in a post.
     """
     sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
     for entry in objects:
         replica = entry.replica
         if replica is None or replica.place or entry.path not in lines:
             continue
-        if replica.ranks and replica.count == 1:  # a copy to compare
+        if replica.ranks and replica.count == 1:  # a copy, which `copy_digests` compares
             continue
         digest = _digest(lines[entry.path])
         sets.setdefault((replica.ranks, replica.count), {})[_in_words(entry)] = (
@@ -347,7 +348,11 @@ def _in_words(entry: StateObject) -> str:
 
 
 def nothing_in(values: Mapping[str, str]) -> set[str]:
-    """Return the shown paths of values that `is_nothing`, from `value_digests`' result."""
+    """Return the shown paths of values that `is_nothing` accepts.
+
+    Args:
+        values: The result of `value_digests`.
+    """
     return {path for path, digest in values.items() if digest in _OF_NOTHING}
 
 
@@ -367,7 +372,7 @@ def load_values(pieces: Sequence[bytes], name: str) -> dict[str, str]:
     """Return the digests that `dump_values` wrote.
 
     Raises:
-        FormatError: The pieces hold something else.
+        FormatError: The pieces are not from `dump_values`.
     """
     values: dict[str, str] = json.loads(decompress(b"".join(pieces), name))
     return values
@@ -399,8 +404,8 @@ def difference_of(maps: Sequence[tuple[Sequence[int], Mapping[str, str]]]) -> st
     remedy = f"make it equal on all ranks{closely}, or put it into penstock.PerRank"
     if tensors:
         remedy += (
-            "; if each rank has a piece of one tensor, use penstock.Shard, and if it has another "
-            "tensor, as each stage of a pipeline has, give that its own key"
+            "; if each rank has a piece of one tensor, use penstock.Shard; if each has a different "
+            "tensor, as pipeline stages do, give each its own key"
         )
     return f"{shown}{f'; and {more} more' if more > 0 else ''}: {remedy}"
 
@@ -424,7 +429,7 @@ def classes_of(digests: Sequence[str | bytes]) -> list[int]:
 
 
 def place_in(numbers: Sequence[int], rank: int) -> Replica:
-    """Return a rank's place among the ranks with the same number; alone without numbers."""
+    """Return a rank's place among the ranks with the same number; without numbers it is alone."""
     if not numbers:
         return Replica()
     alike = [other for other, number in enumerate(numbers) if number == numbers[rank]]
@@ -504,7 +509,7 @@ def unpack_numbers(text: str | bytes) -> list[int]:
     """Return the integers given to `pack_numbers`.
 
     Raises:
-        FormatError: The text is something else.
+        FormatError: The text is not from `pack_numbers`.
     """
     what = "the numbers of ranks"
     try:
@@ -519,7 +524,7 @@ def unpack_numbers(text: str | bytes) -> list[int]:
 def lines_within(nbytes: int, itemsize: int) -> Lines:
     """Return the positions of the bytes of a tensor that ranks compare.
 
-    They do not depend on its device or memory layout.
+    The positions do not depend on the tensor's device or memory layout.
 
     Eight equal strides let one strided view cover all lines of a tensor whose byte count is a
     multiple of 64.
@@ -533,8 +538,8 @@ def lines_within(nbytes: int, itemsize: int) -> Lines:
 class TakenLines:
     """A copy of sampled lines of some tensors. Their memory may change afterwards.
 
-    Lines in host memory are copied on construction. Copies from a device only start then, because
-    the caller of `save` would otherwise wait for all work queued on the device.
+    The constructor copies lines in host memory, but only starts copies from a device: otherwise the
+    caller of `save` would wait for all work queued on the device.
     """
 
     def __init__(self, entries: Iterable[StateObject]) -> None:

@@ -1,7 +1,7 @@
 """Judges the templates of all ranks together: a restore fails only if no rank's template fits.
 
 Each pipeline stage has different objects. A pattern that names the new head matches on one rank
-only, and another stage restores the objects that this stage lacks.
+only, and another stage restores the objects that this stage lacks. Neither is an error.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class TemplatesOfRanks:
     Each rank posts a few bytes that describe how its template fits. A rank whose template fits
     continues at once. A rank with an unused pattern, or with nothing to restore, waits for rank 0's
     verdict; if rank 0 is such a rank, it waits for all others. So if a pattern or the checkpoint
-    fits no rank, no rank has changed anything yet.
+    fits no rank, all ranks learn this before any of them changes an object.
     """
 
     def __init__(self, selection: str) -> None:
-        """Prepare.
+        """Prepare; `begin` must be called before any other method.
 
         Args:
             selection: The selection of this rank's call, as text. It must be the same on all ranks,
@@ -88,7 +88,10 @@ class TemplatesOfRanks:
         self._session: RankSession[RestoreRound]
         self._fit: TemplateFit | None = None
         self.lacked: Sequence[int] = ()
-        """The numbers in `extra` that no rank's template has; on rank 0, once all have restored."""
+        """The positions in `TemplateFit.extra` of the objects that no rank's template has.
+
+        Known only on rank 0, once all ranks have restored.
+        """
 
     def begin(self, session: RankSession[RestoreRound]) -> None:
         """Set the round; called before any other method."""
@@ -103,7 +106,7 @@ class TemplatesOfRanks:
         return self._session.round.number
 
     def judge(self, fit: TemplateFit) -> TemplateFit:
-        """Return `fit` with only those faults that are true for the templates of all ranks.
+        """Return `fit` with only those of its faults that the templates of all ranks have.
 
         Raises:
             RoundOverError: Another rank has failed.

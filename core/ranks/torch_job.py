@@ -1,4 +1,4 @@
-"""Ranks of a torch.distributed job: the rank of this process, and the store for agreement.
+"""Finds the rank of this process in a torch.distributed job, and the store for agreement.
 
 The store is a clone of the job's own store. A wait on one client of a TCPStore delays all other
 calls of that client, and training's calls must not wait for ours. No process group is used:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-# After a call that has hung for its whole time, others wait for this share of their time.
+# After a call has hung for its whole time limit, later calls wait for this share of theirs.
 _HELD_UP_SHARE = 1 / 4
 # The n-th instances of all ranks belong together: all ranks run the same program.
 _counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -100,7 +100,7 @@ class TorchCoordination(Coordination):
             ConfigError: The store cannot be used.
         """
         check_blob_name(prefix)
-        distributed: Any = import_module("torch.distributed")  # its types know no bytes
+        distributed: Any = import_module("torch.distributed")  # its type hints omit bytes
         if store is None:  # private, but torch's own `new_group` also takes the store this way
             store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
         try:
@@ -113,14 +113,14 @@ class TorchCoordination(Coordination):
         is_rank_0 = distributed.is_initialized() and distributed.get_rank() == 0
         self._died = "" if is_rank_0 else "rank 0 probably died: "
         self._broken: tuple[Deadline, str] | None = None  # no call before this deadline, and why
-        self._late: Future[Any] | None = None  # a call that has hung for its time, and may still
+        self._late: Future[Any] | None = None  # a call that exceeded its time, and may still hang
         self._original = store  # the server may live in this object
         self._prefix = prefix
         self._call_s = call_s
         self._timing = current_timing()
         self._most_poll_s = max(self._timing.rank_poll_s, world_size * self._timing.rank_share_s)
-        # One thread: a client does one call at a time anyway. Not counted as stuck, so that no
-        # second thread hangs after a call that hangs.
+        # One thread, since a client does one call at a time anyway. The thread never counts as
+        # stuck, since a thread in its place would hang, too.
         self._pool = Pool(1, "penstock-ranks")
         self._touched: set[str] = set()  # existing keys; used by the pool's thread alone
         self._closed = False
@@ -154,7 +154,7 @@ class TorchCoordination(Coordination):
         return self._call(lambda: bytes(self._store.compare_set(key, "", data)))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait as the contract requires, by polling; more ranks poll less often.
+        """Wait as the contract requires, by polling; the more ranks, the less often.
 
         Does not use the store's own `wait`: it blocks the client, and the C++ library prints a
         warning at each timeout.
@@ -171,7 +171,8 @@ class TorchCoordination(Coordination):
     def close(self) -> None:
         """Close as the contract requires; abandons a call that hangs for the call timeout.
 
-        A thread that returns from the C++ library while the interpreter exits aborts the process.
+        Waits for a call in flight that long, because a thread that returns from the C++ library
+        while the interpreter exits aborts the process.
         """
         self._closed = True
         self._pool.shutdown(wait=False)
@@ -179,7 +180,7 @@ class TorchCoordination(Coordination):
 
     def _set(self, key: str, data: bytes) -> None:
         self._store.set(key, data)
-        # A TCPStore does not wait for an answer to `set`; this does, and so proves the post.
+        # A TCPStore does not wait for an answer to `set`. `check` does, and so proves the post.
         self._store.check([key])
 
     def _read(self, keys: list[str]) -> list[bytes | None]:
@@ -198,8 +199,9 @@ class TorchCoordination(Coordination):
             raise CoordinationError(msg)
         if self._broken is not None and not self._broken[0].is_over():
             raise CoordinationError(self._broken[1])
-        # A hanging call delays all later calls: each would wait for its whole time, one by one.
-        # After it ends, each gets that time again, or a slow store would never be heard again.
+        # A hanging call delays all later calls, and each would wait for its whole time in turn. So
+        # they wait less while it hangs. Once it has ended, calls get their whole time again, since
+        # a slow store would otherwise never answer in time.
         if self._late is not None:
             limit_s = self._call_s * _HELD_UP_SHARE
             if wait([self._late], limit_s).not_done:
@@ -207,7 +209,7 @@ class TorchCoordination(Coordination):
         try:
             future = self._pool.submit(call)
         except RuntimeError as error:
-            msg = "this rank's coordination was closed meanwhile"
+            msg = "this rank's coordination was closed during the call"
             raise CoordinationError(msg) from error
         if wait([future], self._call_s).not_done:
             if not future.cancel():
@@ -269,8 +271,8 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
     """
     if members[-1] >= world_size or rank not in members:
         msg = (
-            f"group={list(members)} are the ranks that save together, and this process is rank "
-            f"{rank} of {world_size}: give each process the ranks that it saves with, or "
+            f"group={list(members)} must hold only ranks of this job, and this process, which is "
+            f"rank {rank} of {world_size}: give each process the ranks that it saves with, or "
             "ranks='alone' if it saves alone"
         )
         raise ConfigError(msg)

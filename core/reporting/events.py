@@ -1,4 +1,4 @@
-"""Events of a run's checkpoints, for `on_event` and for the log.
+"""Defines the events of a run's checkpoints, and passes them to `on_event` and to the log.
 
 An event carries the report that the call returns. Log lines are made from the event, so the event,
 the report and the log always agree.
@@ -39,7 +39,8 @@ class _EventBase:
         """Return the event as JSON-ready data without live objects.
 
         Fields of the report are merged into those of the event. A tuple in a report becomes its
-        length, and an error becomes its type and text. A restore's paths and values are left out.
+        length, and an error becomes its type and text. The mappings of a report are left out, such
+        as the values of a restore, except `seconds`.
         """
         data: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type] # each event is a dataclass

@@ -28,7 +28,7 @@ class Ending:
         self.handle = handle
         self.lock = threading.RLock()  # guards `error` and `_claimed`
         self.error: BaseException | None = None
-        """The reason why the save was given up."""
+        """Why the save was given up; None unless it was."""
         self._claimed: set[Outcome[Any]] = set()  # resolved, or about to be by one thread
         self._calling: set[int] = set()  # identifiers of threads that are in a callback
 
@@ -46,9 +46,9 @@ class Ending:
         if self.in_callback and not self.handle.durable.done():
             msg = (
                 f"called in a callback of the save of step {self.handle.step}, which cannot "
-                "continue until the callback returns: do this at 'durable' or 'failed'. (In a "
-                "signal handler that interrupted its fence: set a flag, and do this in the "
-                "training loop.)"
+                "continue until the callback returns: do this after 'durable' or 'failed'. (A "
+                "signal handler that interrupted the fence of this save must set a flag instead, "
+                "for the training loop to do this.)"
             )
             raise SaveError(msg)
 

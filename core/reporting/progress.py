@@ -132,10 +132,10 @@ def follow(
     on_progress: Callable[[Progress], None],
     timing: Timing | None = None,
 ) -> None:
-    """Report the progress of a save until it ends. The save's error stays unseen.
+    """Report the progress of a save until it ends. Does not mark the save's error as seen.
 
-    Polls, because the threads of a save have no time for callbacks and would call them while
-    holding locks.
+    Polls, because the threads of a save have no time for callbacks, and would call them while they
+    hold locks.
     """
     listener = Listener(on_progress, f"the save of step {handle.step}")
     interval_s = (timing or current_timing()).progress_interval_s

@@ -1,4 +1,4 @@
-"""Reports of the public calls, and the handle of a save."""
+"""Defines the reports of the public calls, and the handle of a save."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SaveInterval:
         overhead: The share of the training time that saves, and logs if the run logs, cost the
             training thread.
         lost_steps: The steps that a crash loses on average: half an interval, plus the steps
-            trained while a save becomes durable. With a log at most one, which is then the value.
+            trained while a save becomes durable. With a log, 1: a crash loses at most one step.
         lost_seconds: The same in seconds of training.
     """
 
@@ -112,7 +112,7 @@ class SaveInterval:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(HtmlTable):
-    """The report of a durable save.
+    """The report of a save whose checkpoint exists.
 
     Attributes:
         step: The step.
@@ -127,18 +127,19 @@ class SaveReport(HtmlTable):
         exclusive: Whether the store itself decided which saver owns the step.
         deferred_bytes: The bytes captured after `save` returned and before the fence let training
             pass.
-        straight_bytes: The bytes written directly from live tensors because staging was too small.
+        straight_bytes: The bytes written directly from live tensors: in mode `blocking` as many as
+            possible, otherwise only those for which staging was too small.
         seconds: `blocked`, `plan`, `capture`, `encode`, `write`, `commit`, `total`. `total` runs
-            from the call of `save` until the checkpoint is durable. `blocked` is the time for
-            which the caller was blocked: in mode `blocking` the whole save, otherwise the call of
-            `save` plus the wait at the fence. `plan` covers waiting for an earlier save,
-            describing and planning. `encode` and `write` are the time in which any such work was in
-            flight.
+            from the call of `save` to the commit, and does not include copies to other tiers.
+            `blocked` is the time for which the caller was blocked: in mode `blocking` the same as
+            `total`, otherwise the call of `save` plus the wait at the fence. `plan` covers waiting
+            for an earlier save, describing and planning. `encode` and `write` are the time in which
+            any such work was in flight.
         tiers: The tiers that had the whole checkpoint at the time of the report, fastest first;
             empty without tiers.
         codecs: The choices of rules with `codecs = "auto"`, one per class of objects.
-        ranks: The number of ranks that saved it together. The figures above count only this rank's
-            work.
+        ranks: The number of ranks that saved the checkpoint together. The figures above count only
+            this rank's work.
         total: The sum over all ranks.
         interval: When the next save is due, and why. Set only on rank 0, which decides it, and only
             if the run uses `Checkpointer.due`.
@@ -183,8 +184,8 @@ class CheckReport(HtmlTable):
     Attributes:
         objects: The number of objects, including tied ones.
         bytes_raw: The bytes of the state; tied tensors count once.
-        deferred_bytes: The bytes that a lazy save would capture after it returns and before the
-            fence lets training pass.
+        deferred_bytes: The bytes that the save would capture after it returns and before the fence
+            lets training pass; 0 unless its mode is `lazy`.
         staging_bytes: The most memory that the capture takes, within the option `staging_bytes`.
     """
 
@@ -196,7 +197,7 @@ class CheckReport(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a save, a restore, a load or a verification.
+    """The progress of an operation that takes `on_progress`, such as a save or a restore.
 
     Attributes:
         bytes_done: The bytes written, or read and verified, so far.
@@ -204,9 +205,9 @@ class Progress:
             or `read`.
         phase: For a save: `capture`, `write`, `commit`, with tiers `drain`, then `durable`,
             `failed` or `skipped`. Any other operation ends with `done` or `failed`. For a restore
-            or load: `plan`, `read`, `place`. For a verification: `manifest`, `read`, with `repair`
-            also `repair`. For an export: `write`, after the phases of a load if it exports a whole
-            tree.
+            or load: `plan`, `read`, `place`. For a comparison: `plan`, `read`. For a verification:
+            `manifest`, `read`, with `repair` also `repair`. For an export: `write`, after the
+            phases of a load if it exports a whole tree.
     """
 
     bytes_done: int
@@ -250,7 +251,7 @@ class RestoreReport(HtmlTable):
 
     Attributes:
         step: The step that was restored.
-        restored: The objects that were restored, in tree order.
+        restored: The objects that were restored, in the order of the checkpoint's tree.
         missing: The selected objects of the template that the checkpoint lacks; only with
             `strict=False`.
         unexpected: The selected objects of the checkpoint that the template lacks. With several
@@ -274,8 +275,8 @@ class RestoreReport(HtmlTable):
         direct_io: Whether the page cache was bypassed.
         fell_back_from: The steps that `on_damage="fallback"` skipped, newest first.
         rescued: Blobs, records and sections of records that were damaged or missing in one tier,
-            each with the tier whose copy was read instead. The bad copy is replaced in the
-            background.
+            each with the tier whose copy was read instead. A checkpointer replaces the bad copies
+            in the background.
         uid: The uid of the restored checkpoint.
         replayed_steps: The logged steps that were replayed onto a checkpoint.
         seconds: `plan`, `read`, `place`, `total`, and `replay` if steps were replayed.
@@ -319,7 +320,7 @@ class Damage:
 
     Attributes:
         what: The path of the object, or the name of the blob or record.
-        detail: A sentence that describes the damage.
+        detail: A description of the damage.
         blob: The damaged blob; empty for a record.
     """
 
@@ -330,7 +331,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class LendingSave:
-    """A save from which a checkpoint borrows blobs: a link in its chain of deltas.
+    """A save from which a checkpoint borrows blobs, such as a link in its chain of deltas.
 
     Attributes:
         uid: The uid of the save.
@@ -376,19 +377,20 @@ class VerifyReport(HtmlTable):
         objects: The number of objects, including tied ones.
         frames: The number of frames read.
         bytes_read: The bytes read from manifest and blobs.
-        deep: Whether every frame was read, or only the manifest and the sizes of the blobs.
+        deep: Whether every frame was read. If not, only the manifest was read, and the sizes of the
+            blobs were checked.
         seconds: The duration of the verification.
         repairs: With `repair`, the repair of each damaged copy.
         tiers: For a run with tiers, the tiers that have the checkpoint.
         not_decoded: Messages about frames that were not decoded because their codec is not
             installed. Their stored bytes were still compared, and are whole unless `damaged` lists
             them.
-        lossy: The lossy codecs of the objects, with which the save rounded values. A whole object
-            still decodes to the rounded values.
-        links: The other saves with damaged blobs, which are links in the checkpoint's chain.
+        lossy: The lossy codecs of the objects. The save rounded their values, so even undamaged
+            objects decode to rounded values.
+        links: The other saves from which the checkpoint borrows damaged blobs.
         logged_entries: The number of entries of the checkpoint's log.
-        torn_logs: The ends of segments that have no whole entry, which is no damage: one was being
-            written, now or when its process was killed.
+        torn_logs: The places where a segment of the log ends in an incomplete entry. This is not
+            damage: the entry is still being written, or its process was killed while writing it.
     """
 
     step: int
@@ -443,7 +445,7 @@ class CopyFound:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo(HtmlTable):
-    """Facts about a checkpoint from its commit record and its notes.
+    """Facts about a checkpoint from its commit record and its annotations.
 
     Attributes:
         step: The step.
@@ -554,7 +556,7 @@ def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C arrives in the main thread
-        log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - its frames live on
+        log.error("a callback of a save raised %s", repr(error))  # noqa: TRY400 - keeps its frames
 
 
 class SaveHandle:
@@ -566,7 +568,8 @@ class SaveHandle:
         captured: Resolves to None once the state is captured and may change.
         committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the tier of
             the save.
-        durable: Resolves to a `SaveReport` once the checkpoint is in a durable tier.
+        durable: Resolves to a `SaveReport` once the checkpoint is durable; with tiers, once the
+            durable tier has it.
     """
 
     def __init__(self, step: int, *, skipped: bool = False) -> None:

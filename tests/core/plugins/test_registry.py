@@ -302,7 +302,7 @@ def test_versions_before_the_oldest_readable_one_are_refused(plugin_site):
     assert Registry().codec_from_record("acme", 3, {}).version == 4
     complaint = (
         "written by version 2 of codec 'acme', but acme-codecs 1.0 has version 4, which reads "
-        "versions 3 to 4: install an older one"
+        "versions 3 to 4: install an older release to read this data"
     )
     with pytest.raises(PluginError, match=complaint):
         Registry().codec_from_record("acme", 2, {})
@@ -488,7 +488,8 @@ def test_a_conflict_of_two_plugins_names_the_remedy(plugin_site):
     for name in ("first", "second"):
         _add_codec(plugin_site, f"{name}-codecs", "same", module=f"{name}_codec")
     hint = (
-        r'or choose one by the option prefer, as in prefer=\{"codec": \{"same": "first-codecs"\}\}'
+        "or choose one with the option prefer, "
+        r'as in prefer=\{"codec": \{"same": "first-codecs"\}\}'
     )
     with pytest.raises(PluginError, match=hint):
         Registry().codec_class("same")
