@@ -54,7 +54,10 @@ _PERMANENT = (LostRaceError, StepExistsError, DamagedError)
 
 _TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20
-"""A checkpoint below this size is copied by threads: starting a process takes longer."""
+"""A smaller checkpoint is copied by threads, unless `drain_in` is `process`.
+
+Starting a process would take longer than the copy. Eviction verifies smaller copies at once.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +161,10 @@ class DrainLink:
             return True
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Drop the queued copies of these checkpoints, and wait for the end of one in flight."""
+        """Drop the queued copies of these checkpoints, and cancel the one in flight.
+
+        Waits for the end of that one, unless a store is stuck.
+        """
         with self._changed:
             self._withdrawn.update(uids)
             dropped = [record for record in self._queue if record.uid in uids]
@@ -253,8 +259,8 @@ class DrainLink:
             try:
                 self._copy_with_retries(record)
             except BaseException as error:  # noqa: BLE001 - a task's boundary: the next copy begins
-                log.error(  # noqa: TRY400 - a record with the exception would hold its frames
-                    "step %d: copying it to tier %s ended with %s; the next process continues",
+                log.error(  # noqa: TRY400 - the exception would keep its frames alive in the log
+                    "step %d: copying it to tier %s ended with %s; the next process copies it",
                     record.step,
                     self._target.name,
                     repr(error),
@@ -347,7 +353,7 @@ class DrainLink:
             except StepExistsError:
                 if not compacted(target, record):
                     raise
-            if not record.references:  # else the copy may have kept blobs there unread
+            if not record.references:  # else the copy may have used blobs that it has not read
                 self._drains.eviction.note_verified(self._number + 1, record)
         carry_notes(source, target, record)
         # Again: a file system that was unmounted during the copy took the data with it.
@@ -479,7 +485,7 @@ class TierCopier:
         self._workers = workers
         self._grace_s = grace_s
         self._process = process  # None: threads copy
-        self._unsuitable = 0  # number of such errors in a row
+        self._unsuitable = 0  # copies in a row that no process could make
         self._failed = ("", 0)  # the last uid that failed in the process, and how often
         self._lock = threading.Lock()  # guards `_in_flight`
         self._in_flight: tuple[str, CheckpointCopy | ProcessCopy] | None = None
@@ -550,7 +556,7 @@ class TierCopier:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
         log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
         self._unsuitable += 1
-        if self._unsuitable == _TRIES:  # the reason does not pass, as a lack of memory would
+        if self._unsuitable == _TRIES:  # a passing reason, such as a lack of memory, would be over
             self._process = None
 
     def _check_seen(self, record: CommitRecord) -> None:
