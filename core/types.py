@@ -30,7 +30,11 @@ ObjectPath: TypeAlias = tuple[str, ...]
 """The place of an object in the state tree, one string for each level."""
 
 PAGE_BYTES = 4096
-"""Bytes of a page. A raw frame begins at its phase, its memory's address modulo this, in a page."""
+"""Bytes of a page of memory.
+
+A raw frame begins at the same offset in a page of its blob as its bytes in a page of memory. That
+offset is the frame's phase.
+"""
 
 
 class Role(StrEnum):
@@ -205,7 +209,7 @@ class Capabilities:
     Attributes:
         direct_io: Whether the page cache is bypassed (proved by a probe, not just requested).
         memory_alignment: Bytes; buffers at `address % memory_alignment == 0` need no copy.
-        offset_alignment: Bytes; core never lets two writes touch the same unit of a blob.
+        offset_alignment: Bytes of a unit of a blob; core never lets two writes touch the same unit.
         preferred_io_bytes: The store's best request size.
         preferred_parallel: The store's best number of requests in flight.
         exclusive_publish: Whether the store decides `publish(exclusive=True)` atomically.
@@ -307,7 +311,8 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
     """Return the number of steps to insert keys into a table, or a number above the limit.
 
     Takes the first step of many keys at once, then the second, and so on. This is five times as
-    fast, and changes only which of two keys, close in order, gets a slot.
+    fast. Only the order is different for keys that are close to each other: another of two such
+    keys may get a slot.
     """
     import numpy as np  # noqa: PLC0415 - as above
 

@@ -274,9 +274,7 @@ class Checkpoint:
         Args:
             deep: Whether to read, verify and decode every frame. If not, only the manifest is
                 verified, and the sizes of the blobs are compared.
-            on_progress: Called with a `Progress` about ten times per second, never twice at once:
-                by the caller's thread when a phase begins, by an engine thread while bytes are
-                read. Reading waits until it returns. Its exceptions are logged and dropped.
+            on_progress: As for `Checkpointer.restore`.
 
         Raises:
             CheckpointGoneError: The checkpoint was deleted meanwhile.

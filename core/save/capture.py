@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _QUEUED = 4  # chunks of 16 MiB that the writer takes at once
-_SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little time
+_SIDE_BY_SIDE = 8  # chunks per thread: with few, the other threads would wait long for the last
 
 
 class LentChunks:

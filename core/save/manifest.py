@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
-"""Most objects and nodes of a section, which a reader parses and checks to open one object."""
+"""The most objects and nodes of a section. To open one object, a reader reads its whole section."""
 
 SECTION_WEIGHT = 4 << 20
-"""Rough bytes of JSON after which a section ends, for long paths or many checksums."""
+"""A section also ends after about this many bytes of JSON: paths or checksums may be long."""
 
 _ONE_REF = 3
 
@@ -152,7 +152,7 @@ class ManifestWriter:
             request: The entries and the plan of the save.
             metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
-            earlier_errors: The errors of objects from lossy codecs of an earlier checkpoint.
+            earlier_errors: The errors that lossy codecs caused in an earlier checkpoint, by object.
             earlier_choices: The codec choices of reused frames.
             compacts: As in `CommitRecord`.
         """
