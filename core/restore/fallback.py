@@ -83,7 +83,7 @@ class Candidates:
     def skip(self, step: int, error: DamagedError) -> None:
         """Note that a step is damaged; warn if an older one will be tried."""
         if self._remaining:
-            log.warning("step %d is damaged, trying an older one: %s", step, str(error))
+            log.warning("step %d is damaged, so an older one is tried: %s", step, str(error))
         self.skipped.append(step)
         self._damage = error
 
@@ -119,7 +119,10 @@ class Overwritten:
         names = self._live(self._targets)
         if names:
             text = str(error).replace("; nothing was changed", "")
-            msg = f"{text}\nA damaged checkpoint was tried before; undefined now: {listed(names)}"
+            msg = (
+                f"{text}\nA damaged checkpoint was tried before; undefined now: {listed(names)}. "
+                "Build these again before you use them"
+            )
             raise RestoreError(msg) from error
 
     def check_left(self, earlier: Iterable[Target], filled: Iterable[Target], step: int) -> None:
@@ -137,7 +140,8 @@ class Overwritten:
         if names:
             msg = (
                 f"step {step} is restored instead of a damaged one, but it lacks objects that the "
-                f"damaged one had begun to overwrite; undefined now: {listed(names)}"
+                f"damaged one had begun to overwrite; undefined now: {listed(names)}. Build these "
+                "again before you use them"
             )
             raise RestoreError(msg)
 

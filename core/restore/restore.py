@@ -262,7 +262,7 @@ def build_new(
         )
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
-        what = "hold everything that building the selection needs"
+        what = "have what the selection needs"
         missing = dict.fromkeys(placement.missing)
         raise _mismatch(placement.problems, missing, checkpoint.step, what=what)
     planned = time.monotonic()
@@ -568,7 +568,7 @@ def warn_of_unexpected(step: int, shown: Sequence[str]) -> None:
     """Warn about the objects of a checkpoint that the template lacks, by their shown paths."""
     if shown:
         log.warning(
-            "step %d has %s that the template lacks, not restored: %s",
+            "step %d has %s that the template lacks and that are not restored: %s",
             step,
             counted(len(shown), "object"),
             listed(shown),

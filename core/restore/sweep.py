@@ -167,7 +167,7 @@ def _check_paths(
     both = containers(objects, nodes) & {o.path for o in objects}
     absent = contents.unlisted([o for o in objects if o.path in both])
     for path in sorted(both - absent):
-        damage(show_path(path), "is stored as one object, and other objects below it")
+        damage(show_path(path), "is stored as one object, but other objects are below it")
     return absent
 
 

@@ -320,7 +320,7 @@ class CaptureRun:
             except Exception as error:  # noqa: BLE001 - the save failed already, and must end
                 # CUDA refuses to wait while a graph is being captured. The copy may be in flight,
                 # so its memory stays reserved.
-                log.warning("cannot wait for a device copy of a failed save: %r", error)
+                log.warning("cannot wait for a device copy, so its memory stays in use: %r", error)
                 continue
             if captured.block is not None:
                 self._staging.release(captured.block)

@@ -128,7 +128,10 @@ class Pending:
         self.check_may_wait()
         job = self.job
         if job is not None and not job.fence(timeout, give_up=False):
-            msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
+            msg = (
+                f"the capture of step {job.request.step} is not complete after {timeout:g} s; the "
+                "save continues: call fence() again before its tensors change"
+            )
             raise FenceTimeoutError(msg)
 
     def wait(self, timeout: float | None) -> None:

@@ -554,7 +554,7 @@ class TierCopier:
 
     def _note_unsuitable(self, error: Exception) -> None:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
-        log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
+        log.log(level, "threads of the trainer copy to tier %s: %s", self._target.name, str(error))
         self._unsuitable += 1
         if self._unsuitable == _TRIES:  # a passing reason, such as a lack of memory, would be over
             self._process = None

@@ -86,7 +86,7 @@ class Outages:
         if now_s - warned_s.get(str(error), -math.inf) >= timing.repeat_log_s:
             warned_s[str(error)] = now_s
             name = self._tiers[number].name
-            log.warning("tier %s does not answer, continuing without it: %s", name, str(error))
+            log.warning("tier %s does not answer, so it is not used now: %s", name, str(error))
 
     def end(self, number: int) -> None:
         """End the outage of a tier: resume its calls, and log its next error."""

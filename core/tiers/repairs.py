@@ -500,5 +500,5 @@ class _CheckpointRepair:
         tier = self._checkpoint.backend.tiers[number]
         copy = self._checkpoint.verify_copy(tier, self._meter, deep=self._deep)
         if copy is None:
-            return "it no longer exists: deleted or evicted meanwhile"
+            return "the copy no longer exists: it was deleted or evicted meanwhile"
         return next((damage.detail for damage in copy.damaged), None)

@@ -123,7 +123,7 @@ class TierRoom:
                     why.append(f"tier {tier.name} does not answer: {error}")
             msg = (
                 f"no tier has room for the {need_bytes} bytes of step {step}: {'; '.join(why)}. "
-                "Checkpoints that only the fast tier has are not deleted for it."
+                "Checkpoints that only the fast tier has are not deleted to make room."
             )
             policy = self.tiers[0].on_full
             if policy == "raise":

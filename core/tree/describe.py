@@ -171,7 +171,7 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
         scan.is_container(root, ())
         entries = _checked(context.describe_root(root), context.known)
     except RecursionError as error:
-        msg = "the state tree is nested too deeply to be saved"
+        msg = "the state tree is nested too deeply to be saved: flatten the state"
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
     own_paths, shared = tuple(context.own_paths), context.shared

@@ -128,7 +128,7 @@ class Placing(Rebuilding):
                 self._names = NameTable(self.scan)
             placement = self._place_root(state, root)
         except RecursionError as error:
-            msg = "the state tree is nested too deeply to be restored"
+            msg = "the state tree is nested too deeply to be restored: flatten the template"
             raise UnsupportedStateError(msg) from error
         return settled(self._compared(placement))
 

@@ -105,7 +105,9 @@ class Rebuilding(PlaceContext):
         try:
             placement = self.rebuild(at, device=device)
         except RecursionError as error:
-            msg = "the stored tree is nested too deeply to be built"
+            msg = (
+                "the stored tree is nested too deeply to be built: read single objects with open()"
+            )
             raise RestoreError(msg) from error
         return settled(self._compared(placement))
 
@@ -422,7 +424,7 @@ def _difference(
         unequal.append(("dtype", there.dtype, here.dtype))
     if not unequal:
         return None
-    text = "; ".join(f"{what} {a} is stored, the template has {b}" for what, a, b in unequal)
+    text = "; ".join(f"{what} {a} is stored, but the template has {b}" for what, a, b in unequal)
     return Difference(
         target.path,
         stored=", ".join(f"{what} {a}" for what, a, _ in unequal),

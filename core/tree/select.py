@@ -214,7 +214,7 @@ class Rename:
             if first != old:
                 msg = (
                     f"rename maps both {show_path(first)!r} and {show_path(old)!r} "
-                    f"to {show_path(new)!r}"
+                    f"to {show_path(new)!r}: map them to different paths"
                 )
                 raise SelectionError(msg)
         shown = [show_path(path) for path in known]
