@@ -580,7 +580,7 @@ class Checkpointer:
     ) -> VerifyReport:
         """Read a checkpoint and its log, compare all checksums and report all damage.
 
-        `open(step).verify()` leaves the log out.
+        With `repair`, the log is left out, as it is by `open(step).verify()`.
 
         Args:
             step: A step, or `"latest"`.

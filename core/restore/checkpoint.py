@@ -170,7 +170,9 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it. Fetches only the blocks that hold the region.
+        """Read a tensor, or a region of it.
+
+        Fetches only the blocks of raw frames, and the encoded frames, that hold the region.
 
         Args:
             path: Shown path of a tensor.

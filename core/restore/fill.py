@@ -64,7 +64,7 @@ class Opened:
         rank: The number of this rank among those that restore together.
         world_size: The number of these ranks.
         others: Reads the targets together with other ranks; None: this rank reads alone.
-        ended: Returns whether the ranks have given up this restore; then reading stops at once.
+        ended: Returns whether the ranks have given up this restore. Then reading stops at once.
     """
 
     backend: Backend
@@ -329,7 +329,9 @@ def fill(
 
 
 def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> memoryview:
-    """Read the bytes of `region` of a tensor, row-major. Fetches only the blocks that hold them.
+    """Read the bytes of `region` of a tensor, row-major.
+
+    Fetches only the blocks of raw frames, and the encoded frames, that hold them.
 
     Raises:
         DamagedError: Stored bytes differ from those written.

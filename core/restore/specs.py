@@ -137,7 +137,8 @@ class ObjectSpec:
 class Specs(Mapping[str, ObjectSpec]):
     """The specs of all objects by shown path, in tree order; each is made on access.
 
-    Looking up one path reads the index and one section. Iterating reads the whole manifest.
+    Looking up one path reads a piece of the index and one section. Iterating reads the whole
+    manifest.
     """
 
     def __init__(self, contents: Contents) -> None:

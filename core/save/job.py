@@ -78,7 +78,7 @@ class SaveJob:
             called: When `save` was called, on the monotonic clock; default: now.
             bases: Frames that the save may refer to; None: every chunk is stored whole.
             log_failure: Whether to log why the save failed. Off if the caller waits for the save
-                and raises its error, which would then be printed twice.
+                and raises its error, since the log would only repeat it.
             turn: This save in its group of ranks; None: this process saves alone.
 
         Raises:

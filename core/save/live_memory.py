@@ -49,7 +49,7 @@ def copy_chunk(
     Args:
         chunk: The chunk.
         objects: The objects of the plan.
-        block: The memory for it.
+        block: The memory for the copy.
         copies: Gets the copies from devices that are in flight on return, or after an error.
 
     Raises:

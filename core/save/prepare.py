@@ -298,10 +298,10 @@ class KeptStaging:
     """Keeps the staging memory that the saves of a checkpointer use in turn.
 
     Args:
-        config: Has its budget.
-        workers: Starts its thread.
-        pending: Knows whether the newest save has released it. A stuck disk may still read the
-            memory, or write to it.
+        config: Has the budget of the memory.
+        workers: Starts the thread that touches the memory.
+        pending: Knows whether the newest save has released the memory. A stuck disk may still read
+            it, or write to it.
     """
 
     def __init__(self, config: CheckpointerConfig, workers: Workers, pending: Pending) -> None:

@@ -162,7 +162,7 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Return the blobs and records that tiers which list a checkpoint have lost; warn about them.
+    """Return what the tiers have lost of a checkpoint that they list, and warn about it.
 
     A tier that does not list the checkpoint has evicted it, and has lost no data. Checks only the
     tiers before the first with all data, because only these made reads fall through. Lists each
@@ -176,7 +176,7 @@ def lost_by_tiers(
         known: The names that were logged before.
 
     Returns:
-        Each name with the name of the first tier that has it.
+        The name of each lost blob and record, with the name of the first tier that has it.
     """
     lost: set[str] = set()
     for tier in backend.tiers[:-1]:

@@ -62,7 +62,7 @@ pickle.load(sys.stdin.buffer)()
 
 
 class UnsuitableError(Exception):
-    """Signals that no process can make the copy: none can start, or it sees other tiers."""
+    """Signals that no process can make the copy: none can start, or it would see other tiers."""
 
 
 # -- the trainer's side ------------------------------------------------------------------------

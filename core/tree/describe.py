@@ -552,7 +552,7 @@ class _Describing(DescribeContext):
     def _all_at_once(
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
     ) -> tuple[Iterable[StateObject | Node], Sequence[StateObject] | None]:
-        """Return a provider's entries, and the same as objects; None if some value is not one."""
+        """Return a provider's entries, and again as objects if each value is one object."""
         above, ask = paths[0][:-1], provider.describe_all
         entries = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         if (
