@@ -469,7 +469,9 @@ class Checkpointer:
         report = self._log.restore(state, step, restore, selection=selection)
         if include is None and exclude is None and rename is None:
             self._scheduler.restored(report)
-        if report.matched_by is not None:  # an optimizer: training continues, and will be saved
+        if (
+            report.matched_by is not None
+        ):  # there is an optimizer, so training will continue, and save
             self._saver.expect(report.bytes_needed)
         return report
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _FEW = 1000
-_ATTEMPTS = 3  # to verify a copy that changes meanwhile
+_ATTEMPTS = 3  # the most attempts to verify a copy that changes meanwhile
 
 
 class Checkpoint:

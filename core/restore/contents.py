@@ -455,7 +455,7 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
         path = record.derived if record.same_as is None else record.same_as
         if path is None:
             continue
-        by_path = by_path or {r.path: r for r in records}  # few checkpoints need it
+        by_path = by_path or {r.path: r for r in records}  # made only if a record needs it
         target = by_path.get(path)
         if target is None or not _is_origin(target, record):
             loose.append(show_path(record.path))

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_SHOWN = 50  # differences in a message; the error holds all of them
-_LINE_CHARS = 1000  # of one difference, which may quote a record
+_SHOWN = 50  # the most differences in a message; the error holds all of them
+_LINE_CHARS = 1000  # the most that a message shows of one difference, which may quote a record
 
 
 def restore_into(

@@ -44,7 +44,7 @@ def fence_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
-    global _waited_s  # noqa: PLW0603 - as above
+    global _waited_s  # noqa: PLW0603 - torch calls this function without an object of ours
     if not _pending:
         return
     began_s = time.monotonic()

@@ -357,9 +357,9 @@ class SaveJob:
             report = self._finish.run(surroundings.before_commit)
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self._has_error = True
-            with watchdog.paused():  # while it waits for other ranks
+            with watchdog.paused():  # since this may wait for other ranks
                 error = self._finish.give_up(error)
-            if isinstance(error, StorageFullError):  # the others know by now
+            if isinstance(error, StorageFullError):  # the other ranks know of it by now
                 with watchdog.paused(), self.ending.calling_back():
                     error = surroundings.when_full(self.request, self.uid, error)
             if isinstance(error, SaveSkippedError):

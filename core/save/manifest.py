@@ -578,7 +578,7 @@ def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | 
     """Return the worst errors of elements that two saves changed."""
     if before is None or now is None:
         return before or now
-    if not now.absolute:  # elements rounded earlier, say; infinity times zero would be NaN
+    if not now.absolute:  # nothing was added; below, infinity times zero would be NaN
         return before
     # The second relative error applies to the value after the first error.
     relative = before.relative + now.relative * (1 + before.relative)

@@ -139,7 +139,7 @@ class Saver(SaveSurroundings):
         self._on_report = on_report
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
-        self._known = Known()  # replaced whole: a signal handler may describe meanwhile
+        self._known = Known()  # replaced, not changed: a signal handler may use it meanwhile
         self._parts = KnownParts()
         self._scanned: set[ObjectPath] = set()  # objects already checked for state left out
         self._warned: set[str] = set()

@@ -556,7 +556,7 @@ class TierCopier:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
         log.log(level, "threads of the trainer copy to tier %s: %s", self._target.name, str(error))
         self._unsuitable += 1
-        if self._unsuitable == _TRIES:  # a passing reason, such as a lack of memory, would be over
+        if self._unsuitable == _TRIES:  # a temporary lack of memory would be over by now
             self._process = None
 
     def _check_seen(self, record: CommitRecord) -> None:

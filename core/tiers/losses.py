@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.tiers.places import TierRoots
 
 log = logging.getLogger("penstock")
-left_log = logging.getLogger(__name__)  # of steps that are not copied; `penstock drain` shows it
+left_log = logging.getLogger(__name__)  # names steps that are not copied, for `penstock drain`
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

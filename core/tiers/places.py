@@ -211,7 +211,7 @@ class TierRoots:
             updated = replace(record, opened=record.opened + 1, tiers=tiers)
             publish = partial(self._tiers[number].backend.publish, ROOT_NAME, encode_root(updated))
             try:
-                self._outages.ask(number, publish, despite_pause=True)  # it has just been read
+                self._outages.ask(number, publish, despite_pause=True)  # the tier has just answered
             except StorageError as error:
                 self._outages.warn(number, error)
                 continue

@@ -170,6 +170,6 @@ class TierRoom:
             return False
 
         fits = self._eviction.make_room(number, need_bytes, verify=verify)
-        if unverified:  # reading takes long, so a background thread does it, not the trainer's
+        if unverified:  # reading takes long, so a background thread does it
             self._tidy(number, need_bytes)
         return fits

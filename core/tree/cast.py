@@ -10,7 +10,7 @@ from penstock.core.abc import FLOAT_DTYPES, ByteSink, convert_floats
 if TYPE_CHECKING:
     from penstock.core.types import TensorSpec
 
-_PIECE_BYTES = 1 << 20  # of a piece for a sink without a view of its memory
+_PIECE_BYTES = 1 << 20  # of scratch, for a sink without a view of its memory
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:

@@ -479,7 +479,7 @@ def _check_device(device: object) -> None:
 
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload] # unchecked so far
-    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways to refuse
+    except (AssertionError, RuntimeError, TypeError) as error:  # how torch refuses a device
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         msg = (
             f"device={device!r} cannot be used here: pass 'cpu', 'cuda' or 'cuda:0'; torch finds "
