@@ -110,7 +110,7 @@ class Overwritten:
         return earlier
 
     def check_mismatch(self, error: RestoreMismatchError) -> None:
-        """Check that the claim of `error`, that nothing was changed, is true.
+        """Check that nothing was changed, as `error` says.
 
         Raises:
             RestoreError: An earlier attempt left live objects half-written. The error replaces

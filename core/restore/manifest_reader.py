@@ -386,7 +386,7 @@ def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bo
 
 
 def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of adjacent sections, each short enough to be read without a size check."""
+    """Yield groups of adjacent sections, each short enough to be read without a size check."""
     run: list[int] = []
     for number in numbers:
         total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0

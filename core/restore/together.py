@@ -141,7 +141,8 @@ class RestoreTogether(Generic[T]):
 
         Raises:
             RankError: Another rank failed, died or hung; names it, its host and the cause.
-            CoordinationError: This rank has restored, but cannot learn whether all have.
+            CoordinationError: The store of the job cannot be reached, so it is not known whether
+                all ranks have restored the checkpoint.
             PenstockError: This rank failed, or rank 0 has nothing to restore.
         """
         while True:

@@ -88,7 +88,9 @@ class LentChunks:
 
 
 class Derivation:
-    """Finds objects that equal a rounded master. Compares each when its first chunk is due.
+    """Finds objects whose bytes equal those of a master, rounded to the object's dtype.
+
+    Compares each object when its first chunk is due.
 
     Attributes:
         masters: The objects that may be derived, each with its possible masters.

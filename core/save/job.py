@@ -285,8 +285,8 @@ class SaveJob:
             if self._surroundings is not None:
                 self._surroundings.when_failed(error)
             self._capture.cancel(error)
-            # Logs only text: a log record that someone keeps would keep the error, its frames, and
-            # all that these hold.
+            # Logs only text: a log record that someone keeps would keep the error, its stack
+            # frames, and all that these hold.
             loud = self._log_failure and not isinstance(error, SaveSkippedError)
             level = logging.ERROR if loud else logging.DEBUG
             log.log(level, "save of step %d failed: %s", self.request.step, self._log_text(error))

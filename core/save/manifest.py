@@ -497,7 +497,7 @@ def _decided_elsewhere(
 
 
 def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
-    # Flat runs of (chunk, at, length). An object in one chunk gets a tuple, since the garbage
+    # Flat lists of (chunk, at, length). An object in one chunk gets a tuple, since the garbage
     # collector does not track tuples of integers: a million objects take half the time.
     refs: list[Sequence[int]] = [()] * len(plan.objects)
     longer: dict[int, list[int]] = {}

@@ -510,7 +510,7 @@ def _cover(
 
 
 def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
-    """Return whether the regions are consecutive runs of whole rows that cover the tensor.
+    """Return whether the regions are consecutive groups of whole rows that cover the tensor.
 
     Most tensors are cut this way. Checking a million regions one by one takes seconds.
     """

@@ -259,7 +259,7 @@ class DrainLink:
             try:
                 self._copy_with_retries(record)
             except BaseException as error:  # noqa: BLE001 - a task's boundary: the next copy begins
-                log.error(  # noqa: TRY400 - the exception would keep its frames alive in the log
+                log.error(  # noqa: TRY400 - a kept log record would keep the stack frames
                     "step %d: copying it to tier %s ended with %s; the next process copies it",
                     record.step,
                     self._target.name,
@@ -306,7 +306,7 @@ class DrainLink:
                     self._drains.end(record, error)
                     return
                 with self._changed:
-                    # Random, so that not all nodes of a run return to a store at once.
+                    # Random, so that the hosts of a run do not all return to a store at once.
                     delay_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                     self._changed.wait_for(lambda: self._is_over(record), delay_s)
                 pause_s = min(2 * pause_s, self._timing.drain_retry_most_s)
@@ -527,7 +527,7 @@ class TierCopier:
                     raise CheckpointGoneError(msg) from error
                 self._note_unsuitable(error)
             except StorageTimeoutError:
-                raise  # a thread would hang in the same store, and cannot be killed
+                raise  # threads would hang in the same store, and cannot be killed
             except PenstockError:
                 uid, count = self._failed
                 self._failed = record.uid, count + 1 if uid == record.uid else 1

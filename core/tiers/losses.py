@@ -126,7 +126,7 @@ def _saved_behind_since(
 ) -> list[CommitRecord]:
     """Return tier `number`'s `records` that are older than a save that only slower tiers have.
 
-    The node that made that save has seen the checkpoints of the slower tier. So a checkpoint that
+    The host that made that save has seen the checkpoints of the slower tier. So a checkpoint that
     is missing there, and is older than that save, was deleted on purpose.
     """
     if not records:

@@ -213,7 +213,7 @@ class ProcessCopy:
             return SaveAbortedError(msg)
         if not self._began:
             return UnsuitableError(f"a copying process did not start: {why}")
-        return kind(f"{why}; blobs that it sealed are not copied again")
+        return kind(f"{why}; the blobs that it has sealed will not be copied again")
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """End the process, by force after `process_end_s`; return its exit code."""
