@@ -38,9 +38,9 @@ class UnsupportedStateError(PenstockError):
 
 
 class SelectionError(PenstockError):
-    """A pattern, path or region is malformed or matches nothing, or the selection does not fit.
+    """A pattern, path or region is malformed, or matches nothing.
 
-    For example, it has only a part of an object that can only be built as a whole.
+    Or a selection has only a part of an object that can only be built as a whole.
     """
 
 

@@ -200,7 +200,7 @@ def _rounded(objects: Sequence[PlannedObject], table: ChainTable) -> str:
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
-    """Return whether all ranks with one structure hold equal, whole copies of an object."""
+    """Return whether all ranks with the same structure hold equal, whole copies of an object."""
     return entry.replica is None and not is_below(entry.path, own_paths)
 
 

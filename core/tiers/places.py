@@ -100,7 +100,8 @@ class TierRoots:
         """Verify that a tier still has the root that this process registered.
 
         Copies check it before and after, because the file system may be unmounted in between. Tiers
-        faster than the durable tier are not checked: they may lose everything, and are used again.
+        faster than the durable tier are not checked: they may lose everything, and saves still use
+        them.
 
         Raises:
             WrongPlaceError: The tier has another root, or none.
