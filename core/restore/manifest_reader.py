@@ -231,7 +231,7 @@ class ManifestReader:
         return place
 
     def read_ahead(self, places: Collection[Place]) -> None:
-        """Read these sections, after the heads that they need, many with each request.
+        """Read these sections, after the heads that they need, in large batches.
 
         Skips records that are damaged, missing or long. Their reader fetches them one by one from
         any tier and raises the right error.

@@ -84,8 +84,8 @@ class ChainTable:
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
         """Warn about rules that match nothing in the first save that holds anything.
 
-        A misspelled pattern matches nothing in later saves either. A rule for objects that join
-        the state later also causes a warning, but only once, and later saves skip the comparison.
+        Later saves skip the comparison, since a misspelled pattern would match nothing in them
+        either. So a rule for objects that join the state later also causes one warning.
         """
         if not paths:
             return
