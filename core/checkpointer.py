@@ -71,8 +71,8 @@ log = logging.getLogger("penstock")
 class Checkpointer:
     """Saves and restores the state of one run under one storage root.
 
-    It is a context manager. Use it from one thread, the training loop's. Any thread may use a save
-    handle.
+    It is a context manager. Use it only from the thread of the training loop; any thread may use a
+    save handle.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Checkpointer:
 
         Args:
             backend: The storage of the checkpoints. The caller closes a `Backend` instance.
-            registry: Finds plugins; default: the installed ones. Call
-                `Registry.register` to add others.
+            registry: Finds plugins; default: the installed plugins. Call `Registry.register` to add
+                others.
             on_event: Called with every `SaveEvent`, `RestoreEvent`, `VerifyEvent`, `DeleteEvent`
                 and `PruneEvent`. Background threads report most save events. Its exceptions are
                 logged, not raised.
@@ -244,7 +244,8 @@ class Checkpointer:
                 raised.
 
         Returns:
-            The handle of the save. With `on_busy="skip"` the save may be `skipped`.
+            The handle of the save. Its attribute `skipped` is True if the save was skipped: another
+            save was in flight and `on_busy="skip"`, or no tier had room and `on_full="skip"`.
 
         Raises:
             StepExistsError: The step, or a later step, is committed.
@@ -276,10 +277,10 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Return whether to save now: `if ckpt.due(step): ckpt.save(state, step)`.
 
-        Call it once per step, on all ranks. The option `schedule` sets the interval. With
-        `every="auto"` the first call returns True; later, rank 0 decides from the measured times
+        Call it once per step, on all ranks. The option `schedule` sets the interval. If its `every`
+        is `"auto"`, the first call returns True; after that, rank 0 decides from the measured times
         of steps and of the newest save. All ranks save at the same steps, without collectives. A
-        rank that is ahead of rank 0 may wait for its decision.
+        rank that is ahead of rank 0 may wait for rank 0's decision.
 
         Args:
             step: The step, ascending.
@@ -355,8 +356,8 @@ class Checkpointer:
 
         A copy into memory that the process has never written runs at a tenth of the usual speed,
         so without preparation the first background save would block training for longer. `check`,
-        and a `restore` of an optimizer, also allocate this memory. Blocking saves copy nothing and
-        need no preparation.
+        and a `restore` of an optimizer, also allocate this memory. Blocking saves copy little, so
+        `prepare` does nothing for them.
 
         Args:
             state: As for `save`.
@@ -433,7 +434,7 @@ class Checkpointer:
                 whole.
             on_progress: Called with a `Progress` about ten times per second, one call at a time.
                 The caller's thread calls it when a phase begins, and an engine thread while bytes
-                are read. Reading waits for it. Its exceptions are logged, not raised.
+                are read. Reading waits until it returns. Its exceptions are logged, not raised.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
@@ -445,7 +446,7 @@ class Checkpointer:
         called = time.monotonic()
         include, exclude = _listed(include), _listed(exclude)
         self._check_open()
-        self._saver.distrust()  # damage may be found, or be the reason for the restore
+        self._saver.distrust()  # the restore may find damage, or may be called because of it
         self._end_save_of_ranks()
 
         def restore(saved: int | str) -> RestoreReport:
@@ -468,7 +469,9 @@ class Checkpointer:
         report = self._log.restore(state, step, restore, selection=selection)
         if include is None and exclude is None and rename is None:
             self._scheduler.restored(report)
-        if report.matched_by is not None:  # an optimizer: training continues, and will be saved
+        if (
+            report.matched_by is not None
+        ):  # there is an optimizer, so training will continue, and save
             self._saver.expect(report.bytes_needed)
         return report
 
@@ -560,7 +563,7 @@ class Checkpointer:
         return self._log.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """Return the contents of the commit record and the notes of `step`."""
+        """Return the facts in the commit record of `step`, and its notes."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
@@ -579,7 +582,7 @@ class Checkpointer:
     ) -> VerifyReport:
         """Read a checkpoint and its log, compare all checksums and report all damage.
 
-        `open(step).verify()` leaves the log out.
+        With `repair`, the log is left out, as it is by `open(step).verify()`.
 
         Args:
             step: A step, or `"latest"`.
@@ -890,7 +893,7 @@ def _valid_steps(steps: object) -> list[int]:
 def _for_another_process(
     config: CheckpointerConfig, registry: Registry, backend: Backend
 ) -> str | dict[str, Any] | None:
-    """Return a configuration with which another process can open the tiers; None without one."""
+    """Return a configuration that lets another process open the tiers; None if there is none."""
     # Another process does not have plugins that were registered in this process only.
     everywhere = registry is default_registry() and not registry.has_own
     # Nor does it reach the other hosts' roots.

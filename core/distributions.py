@@ -29,7 +29,7 @@ def installed(group: str) -> list[EntryPoint]:
     """Return the entry points of a group, from the first copy of each distribution."""
     with installed_only():
         import importlib.metadata  # noqa: PLC0415 - 20 ms
-        import re  # noqa: PLC0415 - comes with it
+        import re  # noqa: PLC0415 - importlib.metadata imports it too
     by_name: dict[str, list[EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=_search_path()):
         entries = [entry for entry in distribution.entry_points if entry.group == group]

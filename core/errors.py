@@ -1,6 +1,6 @@
 """The tree of errors. Every message says what failed, on which path or blob, and what to do.
 
-Errors pickle, because they cross processes: each passes its arguments, in order, to
+Errors can be pickled, because they cross processes: each passes its arguments, in order, to
 `Exception.__init__`.
 """
 
@@ -38,7 +38,10 @@ class UnsupportedStateError(PenstockError):
 
 
 class SelectionError(PenstockError):
-    """An include, exclude or rename pattern is malformed or matches nothing."""
+    """A pattern, path or region is malformed, or matches nothing.
+
+    Or a selection has only a part of an object that can only be built as a whole.
+    """
 
 
 class TornSnapshotError(PenstockError):
@@ -60,15 +63,22 @@ class StepExistsError(SaveError):
 
 
 class BusyError(SaveError):
-    """Another save is in flight and `on_busy="raise"`, or the checkpoint is being copied."""
+    """Another save is in flight, or the checkpoint is being copied.
+
+    A save raises this with `on_busy="raise"`, or in a signal handler that interrupted another save.
+    """
 
 
 class SaveSkippedError(SaveError):
-    """This save did not start because another was in flight and `on_busy="skip"`."""
+    """This save was skipped: see `on_busy="skip"` and, for tiers without room, `on_full="skip"`."""
 
 
 class SaveAbortedError(SaveError):
-    """The save was aborted on purpose (fence timeout, restore, close)."""
+    """A save or copy was given up, and committed nothing.
+
+    It was interrupted or cancelled, its capture took too long, another part of it failed, or it
+    stalled for so long that `prune` may delete its data.
+    """
 
 
 class SaverClosedError(SaveError):

@@ -71,7 +71,7 @@ def said(error: BaseException) -> str:
 def shipped_by(kind: type) -> str:
     """Return `module.Class`, with the name and version of its distribution if known.
 
-    Searches the installed distributions, which takes some ms, so it is for errors only.
+    Searches the installed distributions, which takes a few ms, so it is for errors only.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     target = f"{kind.__module__}:{kind.__qualname__}"

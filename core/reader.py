@@ -115,7 +115,7 @@ class Reader:
         self.logged = False
         """Whether rank 0 found a log of the checkpoint that the ranks restored last."""
         self.session = ""
-        """Random digits of that restore, the same on all ranks."""
+        """Random digits of the ranks' last restore, the same on all ranks."""
         self._repairs = None if drains is None else drains.repairs
         # Blobs and records that were damaged or missing in one tier, each with the tier that had a
         # good copy. The next report lists them, and the good copies repair them.
@@ -299,7 +299,7 @@ class Reader:
                 with memory_permitting(f"step {number}"):
                     result = attempt(checkpoint)
             except BaseException:
-                earlier = len(self._rescued)  # the report is about the step that could be read
+                earlier = len(self._rescued)  # the report is only about the step that can be read
                 raise
             if checkpoint.backend.tiers:
                 contents, known = checkpoint.contents, [name for name, _ in self._rescued]

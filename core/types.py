@@ -30,7 +30,11 @@ ObjectPath: TypeAlias = tuple[str, ...]
 """The place of an object in the state tree, one string for each level."""
 
 PAGE_BYTES = 4096
-"""Bytes of a page. A raw frame begins at its phase, its memory's address modulo this, in a page."""
+"""Bytes of a page of memory.
+
+A raw frame begins at the same offset in a page of its blob as its bytes in a page of memory. That
+offset is the frame's phase.
+"""
 
 
 class Role(StrEnum):
@@ -62,7 +66,7 @@ class Region:
         object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
 
     @staticmethod
-    @lru_cache(maxsize=4096)  # the tensors of a state have few shapes, and each asks several times
+    @lru_cache(maxsize=4096)  # a state has few shapes, and asks several times for each tensor
     def whole(shape: tuple[int, ...]) -> Region:
         """Return the region that covers a tensor of `shape`."""
         return Region((0,) * len(shape), shape)
@@ -205,7 +209,7 @@ class Capabilities:
     Attributes:
         direct_io: Whether the page cache is bypassed (proved by a probe, not just requested).
         memory_alignment: Bytes; buffers at `address % memory_alignment == 0` need no copy.
-        offset_alignment: Bytes; core never lets two writes touch the same unit of a blob.
+        offset_alignment: Bytes of a unit of a blob; core never lets two writes touch the same unit.
         preferred_io_bytes: The store's best request size.
         preferred_parallel: The store's best number of requests in flight.
         exclusive_publish: Whether the store decides `publish(exclusive=True)` atomically.
@@ -296,7 +300,7 @@ def _crowd(hashes: NDArray[np.uint64], slots: int) -> bool:
     """Return whether filling a table takes too many steps, each over `slots` adjacent slots."""
     size = 2 * FEW_KEYS
     while size <= 4 * len(hashes):
-        early = hashes[: size * 2 // 3]  # with more keys the table grows
+        early = hashes[: size * 2 // 3]  # with more keys, the table would be larger
         if _walk(early, size, slots) > MAX_STEPS * len(early):
             return True
         size *= 2
@@ -307,13 +311,14 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
     """Return the number of steps to insert keys into a table, or a number above the limit.
 
     Takes the first step of many keys at once, then the second, and so on. This is five times as
-    fast, and changes only which of two keys, close in order, gets a slot.
+    fast. Only the order is different for keys that are close to each other: another of two such
+    keys may get a slot.
     """
-    import numpy as np  # noqa: PLC0415 - as above
+    import numpy as np  # noqa: PLC0415 - as in `collide`
 
     occupied = bytearray(size) + bytes([1]) * (slots - 1)
     is_occupied = np.frombuffer(occupied, np.uint8)
-    first = np.empty(len(occupied), np.intp)  # of the keys that try a slot
+    first = np.empty(len(occupied), np.intp)  # the first of the keys that try each slot
     steps = 0
     length = max(1024, len(hashes) // 16)
     for start in range(0, len(hashes), length):
@@ -427,7 +432,7 @@ def valid_step(step: object) -> int:
         ConfigError: `step` is not such an integer.
     """
     number = -1
-    if type(step) is int:  # in a training loop the check of the protocol takes 30 us
+    if type(step) is int:  # in a training loop, the check of `SupportsIndex` takes 30 us
         number = step
     elif isinstance(step, SupportsIndex) and not isinstance(step, bool):
         number = operator.index(step)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _FEW = 1000
-_ATTEMPTS = 3  # to verify a copy that changes meanwhile
+_ATTEMPTS = 3  # the most attempts to verify a copy that changes meanwhile
 
 
 class Checkpoint:
@@ -103,7 +103,7 @@ class Checkpoint:
 
     @property
     def contents(self) -> Contents:
-        """The manifest."""
+        """The objects and containers of the checkpoint, which are read from its manifest."""
         return self.opened.contents
 
     @property
@@ -153,8 +153,8 @@ class Checkpoint:
     def __getitem__(self, path: str) -> Any:
         """Read one object, or the subtree below a container.
 
-        Builds nothing above `path`. So a part of an optimizer, which its provider builds only as a
-        whole, is returned as a dict.
+        Builds nothing above `path`. A provider builds an optimizer only as a whole, so a part of an
+        optimizer is returned as a dict.
 
         Raises:
             KeyError: The checkpoint has nothing at `path`.
@@ -170,7 +170,9 @@ class Checkpoint:
         return build_new(self.opened, selection=selection, device=None, at=parts)[0]
 
     def read(self, path: str, region: Region | slice | tuple[slice, ...] | None = None) -> Any:
-        """Read a tensor, or a region of it. Fetches only the blocks that hold the region.
+        """Read a tensor, or a region of it.
+
+        Fetches only the blocks of raw frames, and the encoded frames, that hold the region.
 
         Args:
             path: Shown path of a tensor.
@@ -267,15 +269,14 @@ class Checkpoint:
     def verify(
         self, *, deep: bool = True, on_progress: Callable[[Progress], None] | None = None
     ) -> VerifyReport:
-        """Compare every checksum, and report all damage, not only the first.
+        """Verify the stored bytes, and report all damage, not only the first.
 
         With tiers, verifies the copy in each tier.
 
         Args:
-            deep: Read and decode every frame; if not, only the manifest and the blobs' sizes.
-            on_progress: Called with a `Progress` some ten times per second, never twice at once: by
-                the caller's thread when a phase begins, by an engine thread while bytes are read.
-                Reading waits for the call. Exceptions in it are logged and dropped.
+            deep: Whether to read, verify and decode every frame. If not, only the manifest is
+                verified, and the sizes of the blobs are compared.
+            on_progress: As for `Checkpointer.restore`.
 
         Raises:
             CheckpointGoneError: The checkpoint was deleted meanwhile.
@@ -303,7 +304,8 @@ class Checkpoint:
     def verify_copy(self, tier: Tier, meter: Meter, *, deep: bool) -> CopyFound | None:
         """Verify the copy in one tier; None if the tier has no copy.
 
-        The copy may be evicted or copied again meanwhile, which makes the result meaningless.
+        The copy may be evicted or copied again meanwhile, and then seem damaged. So if it seems
+        damaged and its commit record has changed, it is verified again.
         """
         copy: CopyFound | None = None
         for _ in range(_ATTEMPTS):
@@ -355,7 +357,7 @@ class Checkpoint:
         )
 
     def rounding(self, objects: Iterable[ObjectRecord]) -> Rounding:
-        """Return the codecs of `objects` that round, without reading data.
+        """Return the codecs of `objects` that round, or that may round. Reads no data.
 
         A tied object is rounded if its owner is, and a derived object if its master is.
         """
@@ -419,7 +421,7 @@ class Checkpoint:
         )
 
     def _damaged_links(self, damaged: Sequence[Damage]) -> Collection[LendingSave]:
-        """Return the other saves with damaged blobs. Reads commit records only if needed."""
+        """Return the other saves whose blobs are damaged. Reads commit records only if needed."""
         named = {blob_uid(damage.blob) for damage in damaged}
         uids = [uid for uid in self._record.references if uid in named]
         records = records_newest_first(Catalog(self.backend), self.step) if uids else ()

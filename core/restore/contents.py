@@ -48,7 +48,10 @@ DIFFERENT = "the ranks that saved it describe it differently"
 
 
 class AbsentChain(CodecChain):
-    """A chain whose codecs are not installed; `why` names them. It decodes nothing."""
+    """A chain that decodes nothing: a codec is missing, or refuses its version or options.
+
+    `why` is the error text.
+    """
 
     def __init__(self, why: str) -> None:
         self.codecs = ()
@@ -74,15 +77,15 @@ class Contents:
         return self._all()[0]
 
     def nodes(self) -> list[NodeRecord]:
-        """Return every recorded container and composite, in the same order."""
+        """Return every node, in the order of the tree's description."""
         return self._all()[1]
 
     def touched(self, selection: Selection) -> tuple[list[ObjectRecord], list[NodeRecord]]:
-        """Return the objects and nodes that `selection` touches, in the same order.
+        """Return the objects that `selection` touches and the nodes around them, in tree order.
 
         Makes no records of other objects, which would take most of the time for a million objects.
-        Also returns the owners of tied objects, and at least all nodes that share a top-level key
-        with a touched object.
+        So the owner of a tied object is missing unless it is touched too. The nodes are at least
+        those that share a top-level key with a touched object.
         """
         if self._everything is not None:
             objects, nodes = self._everything
@@ -110,7 +113,7 @@ class Contents:
                 yield record
 
     def owner(self, record: ObjectRecord) -> ObjectRecord:
-        """Return the object whose bytes a tied object shares, or an untied object itself.
+        """Return the owner of a tied object, or any other object itself.
 
         Raises:
             FormatError: The owner is missing, is tied itself, or is of another kind.
@@ -155,11 +158,11 @@ class Contents:
         Args:
             requests: The objects to read. For an object of several ranks, a request without a sink
                 reads only the shards in its record's part.
-            absent: Collects the reasons why codecs are missing. Frames of these codecs then have an
-                `AbsentChain`: their stored bytes can be verified, but not decoded.
+            absent: Collects the reasons why codecs cannot be used. Frames of these codecs then have
+                an `AbsentChain`: their stored bytes can be verified, but not decoded.
 
         Raises:
-            PluginError: A codec is missing, and `absent` is None; nothing was read.
+            PluginError: A codec cannot be used, and `absent` is None; no frame was read.
             FormatError: The records of an object contradict each other.
         """
         of_stored = [*map(self._of_stored, requests)]
@@ -196,7 +199,7 @@ class Contents:
         return [*self._described(record.path, self._places_of(record.path, within))]
 
     def _places_of(self, path: ObjectPath, within: Region | None) -> Iterable[Place]:
-        """Return, once each, the sections with shards of an object that overlap a region."""
+        """Return the sections with shards of an object that overlap a region, each once."""
         rows = self.manifest.rows(path_hash(path))
         return dict.fromkeys(
             place
@@ -215,8 +218,9 @@ class Contents:
         """Return the records of objects, from each part that has shards of them.
 
         Args:
-            within: The paths of the objects, each with regions: parts without shards that overlap
-                one of these are not read. None: all objects, of all parts.
+            within: The paths of the objects, each with regions. Parts without shards that overlap
+                one of these are not read; an object without regions is read from all of its parts.
+                None: all objects, from all parts.
 
         Raises:
             FormatError: An index row points to a section that does not exist, or a part is damaged.
@@ -273,7 +277,7 @@ class Contents:
             self._chain(head, number)
 
     def unlisted(self, objects: Sequence[ObjectRecord]) -> set[ObjectPath]:
-        """Return the values among `objects` that are not in the index of several parts."""
+        """Return the paths of the values that the index leaves out; none if there is one part."""
         values = {path_hash(o.path): o.path for o in objects if o.kind is Kind.VALUE}
         if len(self.manifest.parts) == 1 or not values:
             return set()
@@ -281,7 +285,10 @@ class Contents:
         return {values[hashed] for hashed in values.keys() - set(table.hashes.tolist())}
 
     def _nodes_at(self, paths: Collection[ObjectPath]) -> list[NodeRecord]:
-        """Search all parts for the nodes at `paths`; no object below leads to their sections."""
+        """Search all parts for the nodes at `paths`.
+
+        There is no object below these nodes, so the index does not lead to their sections.
+        """
         nodes: dict[ObjectPath, NodeRecord] = {}
         for part in range(len(self.manifest.parts)) if paths else ():
             for section in self.manifest.sections(part):
@@ -297,8 +304,9 @@ class Contents:
     def _read(self, selection: Selection | None) -> tuple[list[ObjectRecord], list[NodeRecord]]:
         """Read the objects and nodes of all sections, or of those that may hold selected ones.
 
-        If several parts describe an object, only the first is read. A value that the index leaves
-        out means that a rank had nothing there, where others had a container.
+        If several parts describe an object, only the first of these is read. The index leaves out
+        a value, such as an empty dict, if other ranks have a container at its path: then the nodes
+        of the container take its place.
         """
         objects: list[ObjectRecord] = []
         nodes: list[NodeRecord] = []
@@ -390,7 +398,7 @@ def check_length(frame: Frame, chain: CodecChain, blob: str) -> None:
     if frame.length > bound:
         msg = (
             f"the frame at {blob}:{frame.offset} has a recorded length of {frame.length} bytes, "
-            f"but its codecs make at most {bound} of {frame.raw_length}"
+            f"but its codecs make at most {bound} bytes from {frame.raw_length}"
         )
         raise FormatError(msg, [blob])
 
@@ -418,7 +426,7 @@ def _new_in(
 
 
 def differ(first: ObjectRecord, second: ObjectRecord) -> bool:
-    """Return whether two parts describe one object differently."""
+    """Return whether two records, from two parts, describe one object differently."""
 
     def traits(record: ObjectRecord) -> tuple[object, ...]:
         return (
@@ -436,8 +444,7 @@ def differ(first: ObjectRecord, second: ObjectRecord) -> bool:
 def check_ties(records: Sequence[ObjectRecord]) -> None:
     """Check that tied objects have untied owners, and that derived objects have masters.
 
-    A master has its own bytes, the float dtype that derived objects are rounded from, and the same
-    shape.
+    A master must have its own bytes, the dtype `float32`, and the shape of the derived object.
 
     Raises:
         FormatError: Some have none; names them.
@@ -448,7 +455,7 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
         path = record.derived if record.same_as is None else record.same_as
         if path is None:
             continue
-        by_path = by_path or {r.path: r for r in records}  # few checkpoints need it
+        by_path = by_path or {r.path: r for r in records}  # made only if a record needs it
         target = by_path.get(path)
         if target is None or not _is_origin(target, record):
             loose.append(show_path(record.path))
@@ -458,8 +465,8 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
 
 def _bad_origins(loose: Sequence[str]) -> FormatError:
     msg = (
-        f"{counted(len(loose), 'object')} tied to or derived from an object that is missing, is "
-        f"tied or derived itself or is of another kind: {', '.join(loose[:8])}"
+        f"no usable owner or master for {counted(len(loose), 'object')}, because it is missing, is "
+        f"tied or derived itself, or is of another kind: {', '.join(loose[:8])}"
     )
     return FormatError(msg, loose)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, Region
 
 
-_TOGETHER_BYTES = 64 << 20  # of a chain; each worker reads one
+_TOGETHER_BYTES = 64 << 20  # of a chain's frames in one batch; each worker holds one batch
 
 
 class EarlierReader:
@@ -44,7 +44,13 @@ class EarlierReader:
         record: CommitRecord,
         within: Mapping[ObjectPath, Collection[Region]] | None = None,
     ) -> dict[ChunkKey, StoredFrame]:
-        """Return the frames of a checkpoint by chunk key: all, or those of regions `within`.
+        """Return where the frames of a checkpoint are stored, by chunk key.
+
+        Args:
+            backend: The store of the checkpoint.
+            record: The commit record.
+            within: The objects whose frames are needed, each with the needed regions. The result
+                may also have frames of their other regions. None: all frames.
 
         Raises:
             DamagedError: The manifest is damaged.
@@ -56,7 +62,7 @@ class EarlierReader:
     def read(
         self, backend: Backend, stored: StoredFrame, context: CodecContext, out: memoryview
     ) -> None:
-        """Read, verify and decode one chunk into `out`, which has its length.
+        """Read, verify and decode one chunk into `out`, whose length is that of the chunk.
 
         Raises:
             DamagedError: The chunk, or one of its bases, differs from what was written.

@@ -1,7 +1,7 @@
 """Falls back to an older checkpoint when one is damaged.
 
 An attempt that meets damage may have overwritten some live objects already. The older checkpoint
-must overwrite them all, or `restore` would report success and leave half of a newer state.
+must overwrite all of these, or `restore` would report success and leave parts of a newer state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 RESTORE_OLDER = (
     "Restore an older step: `penstock verify --all` shows which are whole, and "
-    "`restore(on_damage='fallback')` takes the newest."
+    "`restore(on_damage='fallback')` takes the newest of these."
 )
 
 
@@ -72,7 +72,7 @@ class Candidates:
             except DamagedError as error:
                 self.skip(step, error)
                 if not self._remaining:
-                    if isinstance(error, FormatError):  # of a record, which does not name its step
+                    if isinstance(error, FormatError):  # about a record, without the step's number
                         error.add_note(f"Step {step} is damaged. {RESTORE_OLDER}")
                     raise
         if self._damage is not None:
@@ -81,18 +81,18 @@ class Candidates:
         raise CheckpointNotFoundError(msg)
 
     def skip(self, step: int, error: DamagedError) -> None:
-        """Note that a step is damaged."""
+        """Note that a step is damaged; warn if an older one will be tried."""
         if self._remaining:
-            log.warning("step %d is damaged, trying an older one: %s", step, str(error))
+            log.warning("step %d is damaged, so an older one is tried: %s", step, str(error))
         self.skipped.append(step)
         self._damage = error
 
 
 class Overwritten:
-    """Remembers the targets in live objects that attempts at damaged checkpoints began to fill.
+    """Remembers the targets that attempts at damaged checkpoints began to fill.
 
-    Compares targets by the identity of their memory. Holds them, so that no other memory gets the
-    same identity meanwhile.
+    Compares targets by the identity of their memory. It keeps the targets alive, so that no other
+    memory can get the same identity.
     """
 
     def __init__(
@@ -110,22 +110,26 @@ class Overwritten:
         return earlier
 
     def check_mismatch(self, error: RestoreMismatchError) -> None:
-        """Replace the error of an older checkpoint that does not fit, if objects are half-written.
+        """Check that nothing was changed, as `error` says.
 
         Raises:
-            RestoreError: Some are; names them, since `error` claims that nothing was changed.
+            RestoreError: An earlier attempt left live objects half-written. The error replaces
+                `error`, and names these objects.
         """
         names = self._live(self._targets)
         if names:
             text = str(error).replace("; nothing was changed", "")
-            msg = f"{text}\nA damaged checkpoint was tried before; undefined now: {listed(names)}"
+            msg = (
+                f"{text}\nA damaged checkpoint was tried before; undefined now: {listed(names)}. "
+                "Build these again before you use them"
+            )
             raise RestoreError(msg) from error
 
     def check_left(self, earlier: Iterable[Target], filled: Iterable[Target], step: int) -> None:
         """Check that the older checkpoint has filled every target of earlier attempts.
 
         Raises:
-            RestoreError: It lacks objects that a damaged one had begun to overwrite.
+            RestoreError: It lacks live objects that a damaged checkpoint had begun to overwrite.
         """
         earlier = [*earlier]
         if not earlier:
@@ -136,12 +140,16 @@ class Overwritten:
         if names:
             msg = (
                 f"step {step} is restored instead of a damaged one, but it lacks objects that the "
-                f"damaged one had begun to overwrite; undefined now: {listed(names)}"
+                f"damaged one had begun to overwrite; undefined now: {listed(names)}. Build these "
+                "again before you use them"
             )
             raise RestoreError(msg)
 
     def _live(self, targets: Iterable[Target]) -> list[str]:
-        """Return the shown paths of targets in live objects, not in dropped new ones."""
+        """Return the shown paths of the targets in objects of the state.
+
+        An earlier attempt may also have filled objects that it had built, and that are dropped.
+        """
         suspects = {t.sink.memory: t.path for t in targets if t.sink.memory is not None}
         if not suspects:
             return []

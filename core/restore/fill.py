@@ -63,8 +63,8 @@ class Opened:
         meter: Counts the bytes that are read.
         rank: The number of this rank among those that restore together.
         world_size: The number of these ranks.
-        others: Reads the targets together with other ranks; None: alone.
-        ended: Returns whether the ranks have given up this restore: reading then ends at once.
+        others: Reads the targets together with other ranks; None: this rank reads alone.
+        ended: Returns whether the ranks have given up this restore. Then reading stops at once.
     """
 
     backend: Backend
@@ -127,15 +127,18 @@ class Opened:
 
 
 def room(nbytes: int) -> bytearray:
-    """Allocate the memory that a checkpoint declares for an object.
+    """Allocate memory for an object, of the size that the checkpoint declares.
 
     Raises:
-        RestoreError: The process cannot get that much memory; the declared size may be damaged.
+        RestoreError: The process cannot get that much memory. The declared size may be damaged.
     """
     try:
         return bytearray(nbytes)
     except (MemoryError, OverflowError) as error:
-        msg = f"the checkpoint needs {nbytes} bytes at once, which this process cannot get"
+        msg = (
+            f"the checkpoint needs {nbytes} bytes at once, which this process cannot get: free "
+            "memory; if no object is that large, `penstock verify` finds the damage"
+        )
         raise RestoreError(msg) from error
 
 
@@ -217,7 +220,7 @@ def read_stored(
         selection: Selects objects by the template's names.
         rename: Maps stored names to the template's.
         narrow: Whether to omit everything that the selection does not touch, so that the time grows
-            only with the selected objects. Stored names must be the template's.
+            only with the selected objects. `rename` must then change no name.
     """
     contents = checkpoint.contents
     objects, nodes = (
@@ -235,7 +238,7 @@ def read_stored(
         if tied is None:
             records[path] = item
         else:
-            # The owner may be outside the selection, and then was not read with it.
+            # The owner may be outside of the selection, and so not be in `by_path`.
             records[path] = by_path.get(tied) or contents.owner(item)
             aliases[path] = moved.get(tied, tied)
     tally = Tally()
@@ -274,7 +277,7 @@ def fill(
         checkpoint: The checkpoint.
         requests: The objects, with sinks.
         tally: Counts the bytes.
-        others: Reads together with other ranks, once per restore.
+        others: Shares the reads with other ranks; may be used once per restore.
 
     Raises:
         DamagedError: Names every damaged object.
@@ -291,7 +294,7 @@ def fill(
     meter.expect(bytes_of(jobs) if shared is None else shared.bytes_expected)
 
     def advance(size_bytes: int) -> None:
-        # The others wait for this rank, to begin with an older checkpoint or to raise together.
+        # The other ranks wait for this one: all begin with an older checkpoint, or raise, together.
         if checkpoint.ended():
             msg = "another rank has failed"
             raise RoundOverError(msg)
@@ -326,7 +329,9 @@ def fill(
 
 
 def read_region(checkpoint: Opened, record: ObjectRecord, region: Region) -> memoryview:
-    """Read the bytes of `region` of a tensor, row-major. Fetches only the blocks that hold them.
+    """Read the bytes of `region` of a tensor, row-major.
+
+    Fetches only the blocks of raw frames, and the encoded frames, that hold them.
 
     Raises:
         DamagedError: Stored bytes differ from those written.

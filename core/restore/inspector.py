@@ -26,15 +26,15 @@ log = logging.getLogger("penstock")
 class Inspector:
     """Checks a newer checkpoint before older ones are deleted because of it.
 
-    Decodes each manifest once, as a reader would, since digests protect it from changes. Compares
-    the lengths of its files with a listing each time, since files may have been deleted. Does not
-    compare checksums of the data; `verify` does that.
+    Decodes each manifest once, as a reader would; once is enough, since its digests rule out later
+    changes. Compares the lengths of its files with a listing each time, since files may have been
+    deleted. Does not compare checksums of the data; `verify` does that.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        # No lock: the save thread and the caller's thread may both use these, but only in single,
-        # atomic operations. Both may decode the same manifest.
+        # No lock: the save thread and the caller's thread use these only in single, atomic
+        # operations. At worst, both decode the same manifest.
         self._lengths: dict[tuple[str, str], Mapping[str, int]] = {}
         self._own: set[str] = set()
         self._warned: set[tuple[str, str]] = set()
@@ -44,7 +44,7 @@ class Inspector:
         self._own.add(uid)
 
     def is_whole(self, backend: Backend, record: CommitRecord) -> bool:
-        """Return whether a backend without tiers has all files of this checkpoint.
+        """Return whether a backend without tiers has all files of this checkpoint; warn if not.
 
         Raises:
             StorageError: The backend does not answer.
@@ -85,7 +85,7 @@ class Inspector:
         if key not in self._warned:
             self._warned.add(key)
             log.warning(
-                "step %d on %s is not whole, so no older one is deleted because of it: %s. "
+                "step %d on %s is not whole, so no older step is deleted because of it: %s. "
                 "`penstock verify` lists all damage.",
                 record.step,
                 backend.url,

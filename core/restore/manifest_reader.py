@@ -41,10 +41,10 @@ T = TypeVar("T")
 Place = tuple[int, int]
 """A section: the number of its part, and its number in the part."""
 
-# Reads up to this length do not check the size first, which takes a store as long as the read.
+# Reads up to this length skip the check of the size, which would take as long as the read itself.
 _UNCHECKED_BYTES = 1 << 20
 
-_AHEAD_BYTES = 16 << 20  # of records in one batch
+_AHEAD_BYTES = 16 << 20  # the most that `read_ahead` reads in one batch
 
 
 class ManifestReader:
@@ -57,7 +57,7 @@ class ManifestReader:
         backend: The store of the checkpoint.
         bytes_read: The bytes of records read so far.
         heads: The heads read so far, by part.
-        kept: The whole sections read so far.
+        kept: The sections decoded so far with all of their objects, by place.
     """
 
     def __init__(self, backend: Backend, record: CommitRecord) -> None:
@@ -126,10 +126,11 @@ class ManifestReader:
 
         Args:
             part: The number of the part.
-            selection: Leave out objects that it does not touch, and sections without touched
-                objects, except the first.
-            wanted: The numbers of the sections; default: all.
-            keep: Whether to keep whole sections, for a caller that needs them again.
+            selection: Leave out the objects that it does not touch. Sections without a touched
+                object are not read, except the first, which has the root's node.
+            wanted: The numbers of the sections; None: all.
+            keep: Whether to put the sections into `kept`, for a caller that needs them again. Has
+                no effect with a selection.
         """
         head, name = self.head(part), self.parts[part].name
         numbers = [
@@ -168,7 +169,7 @@ class ManifestReader:
             return decode_shards(self._fetch(name, info.offset, info.length, self.backend), head)
 
     def choices(self) -> tuple[ChoiceRecord, ...]:
-        """Return the codec choice of the first rank that has one, for each class of objects."""
+        """Return one codec choice for each class of objects: that of the first rank with one."""
         choices: dict[str, ChoiceRecord] = {}
         for part in range(len(self.parts)):
             for choice in self.head(part).choices:
@@ -189,7 +190,7 @@ class ManifestReader:
         return self._indexes[id(backend)]
 
     def from_index(self, read: Callable[[IndexReader], T]) -> T:
-        """Return the result of `read` on the index, on any tier where the index is undamaged."""
+        """Return the result of `read` on the index of any tier where it is undamaged."""
         name = self.record.index.name
         return from_any_tier(self.backend, name, lambda backend: read(self.index(backend)))
 
@@ -198,12 +199,12 @@ class ManifestReader:
         return self.from_index(lambda index: index.find_all(np.array([*hashes], np.uint64)))
 
     def rows(self, hashed: int) -> list[tuple[Place, Region | None]]:
-        """Return the sections, and regions, of the shards of the object with this path hash."""
+        """Return the section and region of each shard of the object with this path hash."""
         self.look_up([hashed])
         return self._rows[hashed]
 
     def look_up(self, hashes: Collection[int]) -> None:
-        """Find the rows of objects together, ten times as fast as one by one."""
+        """Find and keep the rows of several objects, ten times as fast as one by one."""
         unknown = np.array([*set(hashes) - self._rows.keys()], np.uint64)
 
         def read(index: IndexReader) -> None:
@@ -230,7 +231,7 @@ class ManifestReader:
         return place
 
     def read_ahead(self, places: Collection[Place]) -> None:
-        """Read these sections, and the heads that they need, in two batches.
+        """Read these sections, after the heads that they need, in large batches.
 
         Skips records that are damaged, missing or long. Their reader fetches them one by one from
         any tier and raises the right error.
@@ -283,7 +284,7 @@ class ManifestReader:
         lacking = [b for b in borrowed_from(every, self.record.uid) if b not in listed]
         if lacking:
             name = index.name
-            msg = f"{name}: does not list the borrowed {lacking[0].name} that the parts name"
+            msg = f"{name}: does not list the borrowed blob {lacking[0].name} that the parts name"
             raise FormatError(msg, [name])
 
     def check_size(self, name: str, length: int) -> None:
@@ -385,7 +386,7 @@ def _may_hold(info: SectionInfo, number: int, selection: Selection | None) -> bo
 
 
 def _runs(infos: Sequence[SectionInfo], numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield runs of adjacent sections, each short enough to be read without a size check."""
+    """Yield groups of adjacent sections, each short enough to be read without a size check."""
     run: list[int] = []
     for number in numbers:
         total = infos[number].offset + infos[number].length - infos[run[0]].offset if run else 0

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_SHOWN = 50  # differences in a message; the error holds all of them
-_LINE_CHARS = 1000  # of one difference, which may quote a record
+_SHOWN = 50  # the most differences in a message; the error holds all of them
+_LINE_CHARS = 1000  # the most that a message shows of one difference, which may quote a record
 
 
 def restore_into(
@@ -73,8 +73,8 @@ def restore_into(
         strict: Whether missing and differing objects are errors.
         cast: Whether stored floats may be converted to the template's dtypes.
         overwritten: The targets that earlier attempts at damaged checkpoints began to fill.
-        templates: The templates of the ranks that restore together; an object must fit only one of
-            them. None: this rank restores alone.
+        templates: The templates of the ranks that restore together. It is enough if each stored
+            object, and each pattern, fits one of these. None: this rank restores alone.
 
     Raises:
         SelectionError: A pattern matches nothing; nothing was changed.
@@ -114,8 +114,8 @@ def restore_into(
         raise
     read = time.monotonic()
     meter.enter("place")
-    # First: `check_left` may describe the state, and so draw random numbers. After random state is
-    # set, that would change how training continues.
+    # `check_left` runs first: it may describe the state, and so draw random numbers. If it did that
+    # after the random state is set, training would continue differently.
     check_left = partial(overwritten.check_left, earlier, placement.targets, checkpoint.step)
     placement.settle.insert(0, check_left)
     _finish(placement, checkpoint.step)
@@ -192,7 +192,7 @@ def _narrow_first(
 ) -> _Plan:
     """Plan with the objects that the selection touches, or with all if that plan has a flaw.
 
-    Messages about the flaw name the nearest paths, which may not be selected.
+    The message about a flaw names the nearest paths, and these may be outside of the selection.
     """
     if selection.narrows and rename.identity:
         stored = read_stored(checkpoint, selection, rename, narrow=True)
@@ -262,7 +262,7 @@ def build_new(
         )
     stored, placement = plan.stored, plan.placement
     if placement.problems or placement.missing:
-        what = "hold everything that building the selection needs"
+        what = "have what the selection needs"
         missing = dict.fromkeys(placement.missing)
         raise _mismatch(placement.problems, missing, checkpoint.step, what=what)
     planned = time.monotonic()
@@ -340,7 +340,7 @@ def build_leaf(
     spec: TensorSpec,
     data: memoryview | None,
 ) -> Any:
-    """Build one object from its bytes in `data`, or read them if it is None."""
+    """Build one object from its bytes in `data`; if that is None, read the bytes."""
     path = record.path[-1:]
     values = {}
     if record.kind is Kind.VALUE:
@@ -410,8 +410,8 @@ def _requests(stored: StoredSelection, target: Target, sink: ByteSink) -> Sequen
         at += region.numel * spec.itemsize
     if at != into.nbytes:
         msg = (
-            f"{show_path(target.path)}: the regions of its target have {at} bytes, its memory "
-            f"{into.nbytes}; the provider of this template broke its contract"
+            f"{show_path(target.path)}: the regions of its target have {at} bytes, but its memory "
+            f"has {into.nbytes}: the provider of this template broke its contract"
         )
         raise PluginError(msg)
     return requests
@@ -455,7 +455,7 @@ def _fill_targets(
 
 
 def _each(targets: Iterable[Target], act: Callable[[Target], None]) -> None:
-    """Call `act` with each target; turn an error of its sink into ours, naming both."""
+    """Call `act` with each target; raise an error of its sink as one that names both."""
     target: Target | None = None
     try:
         for target in targets:
@@ -495,11 +495,12 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
     advised = _advised(placement.differences)
     problems = [advised.get(text, text) for text in problems if text not in forgiven]
     if skipped:
-        # A state by number has an entry for each parameter in order, so a skipped parameter cannot
-        # be removed: another parameter would get moments of the wrong shape.
+        # An optimizer state by number has one entry per parameter, in order. The entry of a skipped
+        # parameter cannot be removed: the next parameters would get the wrong moments.
         problems += [
             f"{show_path(path)} loads the state of all parameters by their numbers, so it cannot "
-            f"be restored while {show_path(skipped[0].path)} is left out: exclude it"
+            f"be restored while {show_path(skipped[0].path)} is left out: exclude "
+            f"{show_path(path)} too"
             for path in placement.numbered
         ]
     if problems or (strict and missing):
@@ -507,7 +508,7 @@ def _compare(placement: Placement, stored: StoredSelection, *, strict: bool, ste
         raise _mismatch(problems, lacking, step, unexpected=unexpected)
     if skipped:
         log.warning(
-            "step %d differs from the template in %s, left unchanged: %s",
+            "step %d differs from the template in %s, which are left unchanged: %s",
             step,
             counted(len(skipped), "place"),
             listed([f"{show_path(d.path)} ({d.stored} stored, {d.here} here)" for d in skipped]),
@@ -536,7 +537,10 @@ def _judge(
     *,
     step: int,
 ) -> None:
-    """Check that parts that do not fit this template fit another rank's.
+    """Ask the other ranks about what does not fit this rank's template.
+
+    Raises only if it fits no rank's template. Stored objects that the template lacks are no error;
+    the ranks compare them after the restore.
 
     Raises:
         SelectionError: A pattern matches nothing on any rank.
@@ -564,7 +568,7 @@ def warn_of_unexpected(step: int, shown: Sequence[str]) -> None:
     """Warn about the objects of a checkpoint that the template lacks, by their shown paths."""
     if shown:
         log.warning(
-            "step %d has %s that the template lacks, not restored: %s",
+            "step %d has %s that the template lacks and that are not restored: %s",
             step,
             counted(len(shown), "object"),
             listed(shown),
@@ -576,7 +580,7 @@ def _is_below(path: ObjectPath, roots: Collection[ObjectPath]) -> bool:
 
 
 def _advised(differences: Iterable[Difference]) -> dict[str, str]:
-    """Map sentences about differences to the same sentences with advice, if there is any."""
+    """Map each sentence about a difference that has advice to the sentence with the advice."""
     advised = {}
     for each in differences:
         leave = "strict=False leaves it alone" if each.skippable else ""

@@ -66,8 +66,8 @@ class Rounding:
 
     Attributes:
         lossy: Names of the lossy codecs, which have rounded values; sorted.
-        unknown: Names of the codecs that are not installed or cannot be loaded, so that it
-            is unknown whether they round; sorted.
+        unknown: Names of the codecs that may round: they are not installed, or cannot be loaded;
+            sorted.
     """
 
     lossy: tuple[str, ...] = ()
@@ -91,11 +91,12 @@ class ObjectSpec:
     Attributes:
         path: The path, as a tuple.
         kind: `"tensor"` or `"value"`.
-        form: What it is built as: `"tensor"`, `"ndarray"`, `"json"`, or a form of a plugin.
+        form: What it is built as: `"tensor"`, `"ndarray"`, `"json"`, or a form that a plugin
+            defines.
         role: `"parameter"`, `"buffer"`, `"optimizer"` or `"other"`.
         dtype: The name of the dtype, such as `"bfloat16"`; for a value `"uint8"`.
         shape: The shape of the whole tensor; for a value its number of bytes.
-        bytes_raw: The bytes of its elements; 0 if it is tied, since they count at the other path.
+        bytes_raw: The bytes of its elements; 0 if it is tied, since its owner counts them.
         same_as: The shown path of the object that it is tied to; None if it is not tied.
         derived: The shown path of the master that it is rounded from; None if it is not derived.
     """
@@ -136,11 +137,12 @@ class ObjectSpec:
 class Specs(Mapping[str, ObjectSpec]):
     """The specs of all objects by shown path, in tree order; each is made on access.
 
-    Looking up one path reads the index and one section. Iterating reads the whole manifest.
+    Looking up one path reads a piece of the index and one section. Iterating reads the whole
+    manifest.
     """
 
     def __init__(self, contents: Contents) -> None:
-        """Read nothing yet."""
+        """Keep `contents`; nothing is read until a spec is needed."""
         self._contents = contents
 
     def __getitem__(self, path: object) -> ObjectSpec:

@@ -44,10 +44,11 @@ _SHOWN_FLAWS = 4
 
 
 def check_cover(manifest: ManifestReader) -> None:
-    """Check that the parts agree about each object, and have all of its elements.
+    """Check that the parts agree about each object, and together have all of its elements.
 
     Raises:
-        FormatError: They do not, or a part is damaged; names the first objects.
+        FormatError: They do not, which the message shows for the first objects; or a part is
+            damaged.
     """
     step = manifest.record.step
     if manifest.record.world_size == 1:
@@ -69,10 +70,11 @@ def sweep(
 
     Args:
         contents: The checkpoint.
-        damage: Called with the record's name and a sentence about the damage.
+        damage: Called with the name of the damaged record, or the shown path of the damaged object,
+            and a sentence about the damage.
 
     Returns:
-        The readable heads and untied objects.
+        The readable heads, and the readable objects that are not tied.
     """
     manifest, index = contents.manifest, contents.record.index
     heads: list[PartHead] = []
@@ -102,13 +104,13 @@ def sweep(
     absent: set[ObjectPath] = set()
     with _reported(index.name, damage):
         absent = _check_paths(contents, objects, damage)
-    # A lookup of one path relies on the index, a full read on the sections: a path missing from
-    # the index would hide the object from some readers only.
+    # A lookup of one path relies on the index, but a full read relies on the sections. So a path
+    # that the index lacks would hide the object from some readers only.
     if parts and len(tables) == len(parts):
         with _reported(index.name, damage):
             tables = [table.without(map(path_hash, absent)) for table in tables]
             if _index_over(manifest, tables) != index:
-                msg = f"{index.name}: does not lead to every path of the parts"
+                msg = f"{index.name}: does not list exactly the shards that the parts have"
                 raise FormatError(msg, [index.name])
     if len(heads) == len(parts) and contents.record.world_size > 1:
         for path, why in _flaws(objects):
@@ -157,15 +159,15 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
 def _check_paths(
     contents: Contents, objects: Sequence[ObjectRecord], damage: Callable[[str, str], None]
 ) -> set[ObjectPath]:
-    """Report objects that have objects below them; return those values that are not in the index.
+    """Report objects with objects below them; return the paths of those that no reader sees.
 
-    No reader sees them, so they are not reported.
+    These are values that the index leaves out. They are no damage, so they are not reported.
     """
     nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
     both = containers(objects, nodes) & {o.path for o in objects}
     absent = contents.unlisted([o for o in objects if o.path in both])
     for path in sorted(both - absent):
-        damage(show_path(path), "is stored as one object, and other objects below it")
+        damage(show_path(path), "is stored as one object, but other objects are below it")
     return absent
 
 
@@ -177,7 +179,7 @@ def _index_over(manifest: ManifestReader, tables: Sequence[ShardTable]) -> Index
 
 
 def _flaws(described: Iterable[ObjectRecord]) -> Iterator[tuple[str, str]]:
-    """Yield objects that the parts describe differently or do not hold whole."""
+    """Yield each object that the parts describe differently or have only in part, and why."""
     by_path: dict[ObjectPath, list[ObjectRecord]] = {}
     for record in described:
         by_path.setdefault(record.path, []).append(record)

@@ -42,7 +42,7 @@ T = TypeVar("T")
 # the next older checkpoint.
 _DAMAGED = "found damage: "
 
-_MOST_SKIPPED = 64  # steps that rank 0 posts; the post of rank 0 has a limit
+_MOST_SKIPPED = 64  # the most steps that rank 0 posts as skipped; the size of a post is limited
 
 # Errors of rank 0 that all ranks raise unchanged: a job that starts from scratch when there is no
 # checkpoint must do so on every rank.
@@ -86,13 +86,14 @@ class RestoreTogether(Generic[T]):
         follow: Opens the checkpoint that rank 0 chose, by step and uid; called on the others.
         attempt: Restores an open checkpoint on this rank.
         templates: The templates of all ranks, for `attempt`; None: there are none.
-        tell: Returns a report to rank 0 on the result of `attempt`, at most some KiB.
+        tell: Returns what this rank reports to rank 0 about the result of `attempt`; at most a few
+            KiB.
         has_log: Returns whether the checkpoint with a uid has a log; called on rank 0.
         sharing: Which reads the ranks share; rank 0's value counts.
         network: The network between hosts, as in `JobReading`.
-        told: On rank 0, after `run`: the posts of the others, by rank.
+        told: On rank 0, after `run`: the reports of the other ranks, by rank.
         logged: After `run`: the result of `has_log`.
-        session: After `run`: random digits, the same on all ranks.
+        session: After `run`: random hexadecimal digits, the same on all ranks.
     """
 
     group: RankGroup
@@ -140,7 +141,8 @@ class RestoreTogether(Generic[T]):
 
         Raises:
             RankError: Another rank failed, died or hung; names it, its host and the cause.
-            CoordinationError: This rank has restored, but cannot learn whether all have.
+            CoordinationError: The store of the job cannot be reached, so it is not known whether
+                all ranks have restored the checkpoint.
             PenstockError: This rank failed, or rank 0 has nothing to restore.
         """
         while True:
@@ -185,7 +187,7 @@ class RestoreTogether(Generic[T]):
         """Run the steps of one round; return None if all continue with an older checkpoint."""
         round_ = session.round
         results: list[T] = []
-        if self._error is not None:  # from the last round, which ended by damage elsewhere
+        if self._error is not None:  # from the last round, which ended because of other damage
             self._fail(session, self._error)
         elif self.group.place.rank == 0:
             self._lead(session)
@@ -222,7 +224,7 @@ class RestoreTogether(Generic[T]):
                 "session": secrets.token_hex(8),
             }
             session.tell(lambda round_: round_.go(terms))
-        except Exception as error:  # noqa: BLE001 - raised when all others know
+        except Exception as error:  # noqa: BLE001 - raised once all other ranks know of it
             self._error = error
             reason = f"{type(error).__name__}: {error}"
             session.tell(lambda round_: round_.refuse(reason))
@@ -244,7 +246,7 @@ class RestoreTogether(Generic[T]):
             if chosen is None:
                 chosen = self.follow(round_.terms["step"], round_.terms["uid"])
             chosen = replace(chosen, ended=lambda: session.has_news)
-            # Rank 0's value: ranks that disagree would wait for each other forever.
+            # Rank 0's value on all ranks: ranks that disagree would wait for each other forever.
             sharing = Sharing(*round_.terms["sharing"])
             if sharing.per_host or sharing.per_job:
                 others = JobReading(session, sharing, network=self.network)
@@ -255,7 +257,7 @@ class RestoreTogether(Generic[T]):
             session.tell(lambda r: r.seal(part))
         except RoundOverError as error:  # the next step names the failed rank
             self._notes = getattr(error, "__notes__", [])
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised when all others know
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: raised once all ranks know
             self._fail(session, error)
 
     def _fail(self, session: RankSession[RestoreRound], error: BaseException) -> None:

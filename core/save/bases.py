@@ -176,8 +176,8 @@ class SaveBases:
         if not self._shares and not any(self._needs_base):
             return ()
         try:
-            # After a return to an older step, later ones belong to an abandoned course of
-            # training, which may be damaged.
+            # After a return to an older step, the later steps belong to an abandoned course of
+            # training, and may be damaged.
             record = Catalog(backend).newest(up_to=self._step)
         except PenstockError as error:
             log.warning("this save refers to no earlier checkpoint: %s", str(error))
@@ -246,8 +246,9 @@ class SaveBases:
         self._keeps = bool(needing) and need_bytes <= self._memory_limit
         if not self._keeps:
             self._kept.drop()
-        # A process that saves alone searches the whole base for shared chunks. If many ranks each
-        # read all parts, the manifest would be read a thousand times.
+        # A process that saves alone searches the whole base for shared chunks. One of many ranks
+        # looks only for its own chunks: if each read all parts, they would read the manifest a
+        # thousand times.
         by_key = mine if self._shares and chunks is not None else needing
         self._keys = planned_keys(self._plan, by_key)
         record, backend = self._record, self._backend

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _QUEUED = 4  # chunks of 16 MiB that the writer takes at once
-_SIDE_BY_SIDE = 8  # chunks for each thread, so that the last ones take little time
+_SIDE_BY_SIDE = 8  # chunks per thread: with few, the other threads would wait long for the last
 
 
 class LentChunks:
@@ -88,7 +88,9 @@ class LentChunks:
 
 
 class Derivation:
-    """Finds objects that equal a rounded master. Compares each when its first chunk is due.
+    """Finds objects whose bytes equal those of a master, rounded to the object's dtype.
+
+    Compares each object when its first chunk is due.
 
     Attributes:
         masters: The objects that may be derived, each with its possible masters.
@@ -320,7 +322,7 @@ class CaptureRun:
             except Exception as error:  # noqa: BLE001 - the save failed already, and must end
                 # CUDA refuses to wait while a graph is being captured. The copy may be in flight,
                 # so its memory stays reserved.
-                log.warning("cannot wait for a device copy of a failed save: %r", error)
+                log.warning("cannot wait for a device copy, so its memory stays in use: %r", error)
                 continue
             if captured.block is not None:
                 self._staging.release(captured.block)

@@ -222,7 +222,7 @@ class Committer:
         except FormatError as error:  # a limit of readers; nothing stored is damaged
             msg = (
                 f"step {self.request.step}: no reader would accept its manifest, so nothing was "
-                f"committed: {error}. Split the state into fewer or smaller parts"
+                f"committed: {error}. Put fewer or smaller objects into the state"
             )
             raise SaveError(msg) from error
 

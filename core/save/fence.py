@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from penstock.core.save.job import SaveJob
 
-_pending: dict[SaveJob, float] = {}  # needs no lock: its calls are atomic
+_pending: dict[SaveJob, float] = {}  # needs no lock: each use is one atomic operation
 _waited_s = 0.0
 
 
@@ -44,13 +44,13 @@ def fence_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
-    global _waited_s  # noqa: PLW0603 - as above
+    global _waited_s  # noqa: PLW0603 - torch calls this function without an object of ours
     if not _pending:
         return
     began_s = time.monotonic()
     for job, timeout_s in list(_pending.items()):
-        # The step of another trainer does not fence this job's tensors: an operation on them may be
-        # running, and only the check before the commit would see it.
+        # The step of another trainer is no fence for this job's tensors: an operation on them may
+        # be running, and only the check before the commit would find it.
         passes = job.is_changed_by(partial(_storages, optimizer))
         if job.fence(timeout_s, passes=passes) and passes:
             disarm(job)
@@ -60,8 +60,9 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 def _storages(optimizer: Optimizer) -> Iterator[int]:
     """Yield the storage addresses that a step changes: first of parameters, then of their state.
 
-    Yields 0 for a parameter without its own memory. State may be deferred where no parameter is:
-    parameters in shared memory, or changed by a forward pass, are never deferred.
+    Yields 0 for a parameter without its own memory. The state is needed too, since it may be
+    deferred although no parameter is: parameters in shared memory, or changed by a forward pass,
+    are never deferred.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -281,7 +281,7 @@ class Finish:
         try:
             self._backend.delete(self._own_names())
         except BaseException as error:  # noqa: BLE001 - the data is left to `prune`
-            log.warning("data/%s stays until prune: %s", self.uid, repr(error))
+            log.warning("data/%s cannot be deleted until prune: %s", self.uid, repr(error))
         else:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 
@@ -333,7 +333,7 @@ class Finish:
             names = [b.name for b in self._backend.list(f"data/{self.uid}/")]
             # Names of aborted blobs too: a store of files then removes the empty folder.
             return list(dict.fromkeys([*names, *blobs]))
-        # The other ranks delete theirs, or have to keep it.
+        # The other ranks delete their own data, or have to keep it.
         names = [part_name(self.uid, self._agreement.rank), *blobs]
         if self._agreement.leads:
             names += [index_name(self.uid), intent_name(self.uid)]
@@ -473,8 +473,8 @@ class Finish:
         if (name is None) is not (choice is None):
             here, there = ("one place", "tiers") if choice is None else ("tiers", "one place")
             msg = (
-                f"step {self.request.step}: the backend of this rank is {here}, but rank 0's is "
-                f"{there}: give all ranks the same configuration"
+                f"step {self.request.step}: the backend of this rank has {here}, but that of rank "
+                f"0 has {there}: give all ranks the same configuration"
             )
             raise ConfigError(msg)
         if choice is not None:
@@ -488,7 +488,8 @@ class Finish:
         references = self._bases.choose(self._backend)
         self._tick()
         self._publisher.publish_intent(references=references)
-        # Only now: a deletion that read the intents earlier has deleted the record by now.
+        # Only now: a deletion deletes the record before it reads the intents. So if it has missed
+        # this intent, the record is gone by now.
         self._bases.confirm()
 
     def _write_chunks(self) -> None:

@@ -20,12 +20,12 @@ _installed: set[Callable[..., None]] = set()
 
 
 def before_steps(call: Callable[..., None]) -> None:
-    """Call a function with each optimizer before it steps; installs it at the first call only."""
+    """Call `call` with each optimizer before it steps, from now on. A second time has no effect."""
     _install("register_optimizer_step_pre_hook", call)
 
 
 def after_steps(call: Callable[..., None]) -> None:
-    """Call a function with each optimizer after it stepped; installs it at the first call only."""
+    """Call `call` with each optimizer after it steps, from now on. A second time has no effect."""
     _install("register_optimizer_step_post_hook", call)
 
 

@@ -78,7 +78,7 @@ class SaveJob:
             called: When `save` was called, on the monotonic clock; default: now.
             bases: Frames that the save may refer to; None: every chunk is stored whole.
             log_failure: Whether to log why the save failed. Off if the caller waits for the save
-                and raises its error, which would then be printed twice.
+                and raises its error, since the log would only repeat it.
             turn: This save in its group of ranks; None: this process saves alone.
 
         Raises:
@@ -136,7 +136,7 @@ class SaveJob:
 
     @property
     def uid(self) -> str:
-        """The name of this attempt to save."""
+        """The uid of this attempt."""
         return self._finish.uid
 
     def start(self) -> None:
@@ -196,7 +196,7 @@ class SaveJob:
         return self._capture.deferred_bytes
 
     def wait_durable(self) -> None:
-        """Wait until the save has ended or failed.
+        """Wait until the checkpoint is durable, or the save has failed.
 
         Raises:
             NotDrainedError: The save is committed, but copying it to a durable tier keeps failing.
@@ -285,7 +285,8 @@ class SaveJob:
             if self._surroundings is not None:
                 self._surroundings.when_failed(error)
             self._capture.cancel(error)
-            # Log text: a kept log record would keep the error, its frames, and all they hold.
+            # Logs only text: a log record that someone keeps would keep the error, its stack
+            # frames, and all that these hold.
             loud = self._log_failure and not isinstance(error, SaveSkippedError)
             level = logging.ERROR if loud else logging.DEBUG
             log.log(level, "save of step %d failed: %s", self.request.step, self._log_text(error))
@@ -356,9 +357,9 @@ class SaveJob:
             report = self._finish.run(surroundings.before_commit)
         except BaseException as error:  # noqa: BLE001 - the handle must end after any error
             self._has_error = True
-            with watchdog.paused():  # while it waits for other ranks
+            with watchdog.paused():  # since this may wait for other ranks
                 error = self._finish.give_up(error)
-            if isinstance(error, StorageFullError):  # the others know by now
+            if isinstance(error, StorageFullError):  # the other ranks know of it by now
                 with watchdog.paused(), self.ending.calling_back():
                     error = surroundings.when_full(self.request, self.uid, error)
             if isinstance(error, SaveSkippedError):
@@ -436,7 +437,7 @@ class SaveJob:
                 # this memory.
                 self._capture.release_unwritten()
             if watchdog.is_paused:
-                # These calls have their own limits (making room, say), and the other ranks wait.
+                # Calls such as those that make room have their own limits. The other ranks wait.
                 self._finish.moved()
             if self.ending.error is None and not self._has_error:
                 try:  # the save thread may hang in the store, where it cannot check

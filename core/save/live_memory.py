@@ -1,4 +1,4 @@
-"""Copies the memory of live objects, and keeps it from being moved or freed meanwhile.
+"""Copies the memory of live objects, and keeps it from being moved or freed during the copy.
 
 Tested in `tests/core/save/test_capture.py`.
 """
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 _LISTED = 8
 
-_TOGETHER = 2048  # objects that are kept still and copied together, which takes some 2 ms
-_FEW = 4  # fewer objects of one length are copied as fast one by one
-_GATHERED_BYTES = 1 << 21  # copied twice, the second time from the cache
+_TOGETHER = 2048  # objects that are kept still and copied together, which takes about 2 ms
+_FEW = 4  # fewer objects of one length are copied one by one, which is as fast
+_GATHERED_BYTES = 1 << 21  # few enough that the second copy, into the block, reads the cache
 
 
 def copy_chunk(
@@ -49,7 +49,7 @@ def copy_chunk(
     Args:
         chunk: The chunk.
         objects: The objects of the plan.
-        block: The memory for it.
+        block: The memory for the copy.
         copies: Gets the copies from devices that are in flight on return, or after an error.
 
     Raises:
@@ -102,8 +102,8 @@ def _copy_alike(
 ) -> list[Piece]:
     """Copy small objects of equal length together; return the remaining pieces.
 
-    Holding each object would take longer than copying it. Deferred copies still use holds: training
-    has the GIL then, and this thread would block all moves while it waits for the GIL.
+    Holding each object would take longer than copying it. Deferred chunks do not come here, but use
+    holds: training has the GIL then, and this thread would block all moves while it waits for it.
     """
     by_length: dict[int, list[Piece]] = {}
     for piece in pieces:

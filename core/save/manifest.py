@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 SECTION_OBJECTS = 2048
-"""Most objects and nodes of a section, which a reader parses and checks to open one object."""
+"""The most objects and nodes of a section. To open one object, a reader reads its whole section."""
 
 SECTION_WEIGHT = 4 << 20
-"""Rough bytes of JSON after which a section ends, for long paths or many checksums."""
+"""A section also ends after about this many bytes of JSON: paths or checksums may be long."""
 
 _ONE_REF = 3
 
@@ -152,7 +152,7 @@ class ManifestWriter:
             request: The entries and the plan of the save.
             metadata: The user's metadata, for the commit record.
             shipper: Names the distribution of a plugin, as `Registry.shipper` does.
-            earlier_errors: The errors of objects from lossy codecs of an earlier checkpoint.
+            earlier_errors: The errors that lossy codecs caused in an earlier checkpoint, by object.
             earlier_choices: The codec choices of reused frames.
             compacts: As in `CommitRecord`.
         """
@@ -497,7 +497,7 @@ def _decided_elsewhere(
 
 
 def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
-    # Flat runs of (chunk, at, length). An object in one chunk gets a tuple, since the garbage
+    # Flat lists of (chunk, at, length). An object in one chunk gets a tuple, since the garbage
     # collector does not track tuples of integers: a million objects take half the time.
     refs: list[Sequence[int]] = [()] * len(plan.objects)
     longer: dict[int, list[int]] = {}
@@ -578,7 +578,7 @@ def _both(before: WorstErrors | None, now: WorstErrors | None) -> WorstErrors | 
     """Return the worst errors of elements that two saves changed."""
     if before is None or now is None:
         return before or now
-    if not now.absolute:  # elements rounded earlier, say; infinity times zero would be NaN
+    if not now.absolute:  # nothing was added; below, infinity times zero would be NaN
         return before
     # The second relative error applies to the value after the first error.
     relative = before.relative + now.relative * (1 + before.relative)

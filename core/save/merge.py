@@ -1,7 +1,7 @@
 """Reads the parts of all ranks back from the root, and checks that they hold every byte.
 
-Rank 0 does so before it asks for the commit. It finds a root that the hosts do not share, and bytes
-that no rank has stored.
+Rank 0 does that before it commits. So it finds a root that the hosts do not share, and bytes that
+no rank has stored.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class MergedParts:
 
     Attributes:
         basis: The digests of all tables, and the other inputs of `merge`; equal inputs merge alike.
-        blocks: The index over these shards.
-        bytes_twice: Bytes of tensors beyond one copy of each.
+        blocks: The index over the shards of all parts.
+        bytes_twice: Bytes of tensors that are stored beyond one copy of each.
         judged: The hashes of the objects whose shards were compared with their shape.
         shapes: The shapes of these objects on rank 0; see `_shapes_of`.
     """
@@ -104,7 +104,7 @@ class PartsOfRanks:
             world_size: Number of ranks.
             references: The uids of the other saves whose data the intent protects.
             tick: Called after each read.
-            known: Has the parts merged last, and gets the new ones.
+            known: Has the parts that were merged last, and gets the new ones.
         """
         self._known = known or KnownParts()
         self._backend = backend
@@ -196,7 +196,7 @@ class PartsOfRanks:
         parts = [(r, replace(h.shards, offset=0), len(h.sections)) for r, h in heads]
         tables = digest(dump_table(own) + dump_traits(own))
         basis = (tables, parts, len(entries), tuple(structures), nothing)
-        # The tables have only 32 bits of each shape.
+        # The tables have only 32 bits about each shape, so the shapes are compared too.
         if (
             known is not None
             and known.basis == basis
@@ -337,7 +337,7 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         nothing: frozenset[str],
     ) -> set[ObjectPath]:
-        """Check that the ranks' entries at each path fit together; return those to omit."""
+        """Check that the ranks' entries at each path fit together; return the paths to omit."""
         alike: dict[str, list[int]] = {}
         for rank, structure in enumerate(structures):
             alike.setdefault(structure, []).append(rank)
@@ -510,7 +510,7 @@ def _cover(
 
 
 def _are_rows(shape: tuple[int, ...], bounds: NDArray[np.int64]) -> bool:
-    """Return whether the regions are consecutive runs of whole rows that cover the tensor.
+    """Return whether the regions are consecutive groups of whole rows that cover the tensor.
 
     Most tensors are cut this way. Checking a million regions one by one takes seconds.
     """

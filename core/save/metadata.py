@@ -42,7 +42,10 @@ def check_metadata(metadata: object) -> dict[str, Any]:
         raise ConfigError(msg) from error
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > METADATA_LIMIT_BYTES or type(result) is not dict:
-        msg = f"metadata is {size} bytes of JSON; at most {METADATA_LIMIT_BYTES} are stored"
+        msg = (
+            f"metadata is {size} bytes of JSON, but at most {METADATA_LIMIT_BYTES} can be stored: "
+            "put large data into the state"
+        )
         raise ConfigError(msg)
     return result
 

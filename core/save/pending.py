@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Pending:
-    """Lets one save run at a time. Only the training thread uses it."""
+    """Lets one save run at a time. Only the training thread uses it; others may read `released`."""
 
     def __init__(self, tiers: Drains | None = None) -> None:
         self._tiers = tiers
@@ -103,7 +103,7 @@ class Pending:
 
     def prepared(self) -> None:
         """Let signal handlers save again: the save has begun, or will not begin."""
-        self._preparing = self._refused = None  # the error would keep its frames' objects alive
+        self._preparing = self._refused = None  # the error would keep its stack frames alive
 
     def outlast(self, wait: Callable[[], None]) -> None:
         """Run `wait` to its end, even if a refused signal handler raises its BusyError in it."""
@@ -128,7 +128,10 @@ class Pending:
         self.check_may_wait()
         job = self.job
         if job is not None and not job.fence(timeout, give_up=False):
-            msg = f"the capture of step {job.request.step} is not complete after {timeout:g} s"
+            msg = (
+                f"the capture of step {job.request.step} is not complete after {timeout:g} s; the "
+                "save continues: call fence() again before its tensors change"
+            )
             raise FenceTimeoutError(msg)
 
     def wait(self, timeout: float | None) -> None:
@@ -183,7 +186,7 @@ class Pending:
         return self.job is None or self.job.released.is_open
 
     def is_over(self) -> bool:
-        """Return whether no save is under way, so that another one need not wait."""
+        """Return whether no save is under way, so that a new save would not wait."""
         job = self.job
         return job is None or job.released.is_open or job.handle.failed
 

@@ -154,8 +154,9 @@ def plan_state(  # noqa: PLR0913 - options, each by name
     plan = plan_save(
         objects, chunk_bytes=config.chunk_bytes, masters=masters, even_cuts=even, known=known
     )
-    # A part lists raw frames of another save, shared or as bases, only if their blocks are equal,
-    # and fitting blocks change when an optimizer's first step creates its state.
+    # A part can list a raw frame of another save, shared or as a base, only if both saves have
+    # blocks of one size. The fitting size changes when an optimizer's first step creates its state,
+    # so a save that refers to others takes the largest size.
     refers = share or any(chain is not None and chain.needs_base for chain in table.chains)
     blocks = LARGEST_BLOCK_BYTES if refers else plan.fitting_block_bytes()
     devices = {planned.entry.source.device for planned in objects}
@@ -199,7 +200,7 @@ def _rounded(objects: Sequence[PlannedObject], table: ChainTable) -> str:
 
 
 def _is_alike(entry: StateObject, own_paths: Sequence[ObjectPath]) -> bool:
-    """Return whether all ranks with one structure hold equal, whole copies of an object."""
+    """Return whether all ranks with the same structure hold equal, whole copies of an object."""
     return entry.replica is None and not is_below(entry.path, own_paths)
 
 
@@ -282,7 +283,7 @@ def staging_for(
         # Blocks that earlier saves left mapped may not fit if tensors have moved within a page.
         # With one block too few, training would wait for the store.
         budget = need_bytes + 2 * config.chunk_bytes
-        # Less if less is free; finding out takes half a millisecond.
+        # Take less if less is free. Finding that out takes half a millisecond, so not every time.
         if reusable is None or reusable.budget_bytes < budget:
             budget = default_budget(budget, local_ranks())
     budget = _for_two_chunks(budget, config)
@@ -297,10 +298,10 @@ class KeptStaging:
     """Keeps the staging memory that the saves of a checkpointer use in turn.
 
     Args:
-        config: Has its budget.
-        workers: Starts its thread.
-        pending: Knows whether the newest save has released it. A stuck disk may still read the
-            memory, or write to it.
+        config: Has the budget of the memory.
+        workers: Starts the thread that touches the memory.
+        pending: Knows whether the newest save has released the memory. A stuck disk may still read
+            it, or write to it.
     """
 
     def __init__(self, config: CheckpointerConfig, workers: Workers, pending: Pending) -> None:

@@ -83,7 +83,7 @@ class SaveRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SaveTurn:
-    """One save as this rank takes part in it. Here the process saves alone, as the only rank.
+    """One rank's part in one save. Here the process saves alone; `RankTurn` is for several ranks.
 
     Attributes:
         brought: The description of this rank's state for the other ranks.
@@ -134,7 +134,7 @@ class SaveTurn:
 
 @dataclass(slots=True, kw_only=True)
 class RankTurn(SaveTurn):
-    """One save of several ranks, as this rank takes part in it.
+    """One rank's part in a save by several ranks.
 
     Attributes:
         group: The ranks.
@@ -192,7 +192,7 @@ class RankTurn(SaveTurn):
 
 
 class SaveSurroundings:
-    """Hooks that the save thread calls; these methods change nothing.
+    """Hooks that the save thread calls. Here they do nothing; subclasses override some.
 
     A hook may call the user's `on_event`, so the save marks its thread as running callbacks.
     """

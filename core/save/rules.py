@@ -35,7 +35,7 @@ class ChainTable:
     def __init__(self, config: CheckpointerConfig, registry: Registry) -> None:
         self._rules = [(Selection(include=rule.match), rule) for rule in config.rules]
         self.chooses = bool(self._rules)
-        """Whether any object may have a chain; most states have none, but many objects."""
+        """Whether there are rules. Without rules, all objects are raw and need no lookup."""
         self._numbers: dict[int, int] = {}
         self.chains: list[CodecChain | None] = [None]
         self.auto: AutoChains | None = None
@@ -84,8 +84,8 @@ class ChainTable:
     def warn_of_unused(self, paths: Sequence[ObjectPath], step: int) -> None:
         """Warn about rules that match nothing in the first save that holds anything.
 
-        A misspelled pattern matches nothing in later saves either. A rule for objects that join
-        the state later also causes a warning, but only once, and later saves skip the comparison.
+        Later saves skip the comparison, since a misspelled pattern would match nothing in them
+        either. So a rule for objects that join the state later also causes one warning.
         """
         if not paths:
             return
@@ -98,7 +98,7 @@ class ChainTable:
             ]
             if unused:
                 log.warning(
-                    "%s: %s in step %d, so no codec is used for it (logged once)",
+                    "%s: %s (in step %d, so no codec is used for it; logged once)",
                     rule.shown,
                     "; ".join(nothing_for(pattern, paths) for pattern in unused),
                     step,
@@ -142,7 +142,7 @@ def codec_chain(rule: Rule, registry: Registry) -> CodecChain | None:
 
     Raises:
         PluginError: A codec is broken or not installed.
-        ConfigError: Its options are wrong, or codecs do not fit together in this order.
+        ConfigError: Options of a codec are wrong, or the codecs do not fit together in this order.
     """
     codecs = []
     assert rule.codecs != AUTO
@@ -170,8 +170,8 @@ def without_foreign_rounding(
     Returns:
         The entries, in which a name with a lossless chain replaces an owner with a lossy one; and
         the owners that must not use their lossy codecs, because other names have other lossy ones.
-        If ranks tie the same memory differently, they contradict the new owner and the save fails:
-        they would have rounded their part of the object.
+        If other ranks tie the same memory differently, they contradict the new owner, and the save
+        fails. Otherwise, these ranks would round their part of the object.
     """
     tied: dict[ObjectPath, list[StateObject]] = {}
     for entry in entries if table.chooses else ():
@@ -226,8 +226,8 @@ def _warn_of_useless_deltas(
 ) -> None:
     """Warn about options for delta chains if no rule makes one.
 
-    This is not an error: jobs may share a file, its rules may be off for a while, and reading a run
-    needs neither.
+    This is not an error: jobs may share a configuration file, its rules may be off for a while, and
+    reading a run needs neither rules nor deltas.
     """
     if "deltas" in config.model_fields_set and not any(c and c.needs_base for c in chains):
         log.warning(

@@ -2,8 +2,8 @@
 
 A write through `tensor.data` or `tensor.numpy()` does not change the version of a tensor. So a few
 cache lines of each object are copied when `save` returns, and compared with the captured bytes and
-with the memory at the fence. They include the first and the last line of each object, and of each
-16 MiB of a large one. A change of few elements may lie between the lines.
+with the memory at the fence. The samples include the first and the last line of each object, and of
+each 16 MiB of a large one. A change of few elements may lie between the lines, and is then missed.
 
 One call of numpy gathers the lines of all objects: 8 lines of each of 3,000 tensors take 2 ms, and
 one call of `ctypes.string_at` per line would take 11.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import ByteSource
     from penstock.core.plan.save import Chunk, PlannedObject
 
-_LINES_OF_CHUNK = 64  # of 16 MiB; an object in a slab is less than 1 MiB
+_LINES_OF_CHUNK = 64  # of 16 MiB; an object in a slab, of less than 1 MiB, has `LINES`
 _NOISE = np.frombuffer(os.urandom(LINE_BYTES), np.uint8)
 
 
@@ -69,7 +69,7 @@ class MemorySamples:
         sizes = [len(chunk.pieces) for chunk in sampled]
         wanted = [LINES if chunk.slab else _LINES_OF_CHUNK for chunk in sampled]
         self._items = [piece.item for piece in pieces]
-        self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of each item; made late
+        self._runs: dict[int, tuple[int, int]] = {}  # first and last piece of each item, on demand
         self._sources = [objects[item].entry.source for item in self._items]
         table = _Pieces(
             np.repeat(np.array(numbers, np.int64), sizes),
@@ -102,7 +102,7 @@ class MemorySamples:
         for lines in self._lines:
             firsts, lasts = np.searchsorted(lines.chunk, [numbers, numbers + 1])
             counts = lasts - firsts
-            # All lines of these chunks: places are consecutive within a chunk, and jump between.
+            # All lines of these chunks: places are consecutive in a chunk, and jump between chunks.
             jumps = np.repeat(firsts - (np.cumsum(counts) - counts), counts)
             part = np.arange(len(jumps)) + jumps
             at = lines.at[part]
@@ -279,7 +279,7 @@ class TornCheck:
         # Read these first, `objects` last: `forget` may run meanwhile, and drops objects first.
         sampled, chunks, objects = self._samples, self._chunks, self.objects
         if not objects or (deferred and self.passed):
-            return  # the save is over, or the memory may have changed
+            return  # the save is over, or the memory was allowed to change
         changed = set(known)
         numbers = self._deferred if deferred else self._now
         items = [piece.item for number in numbers for piece in chunks[number].pieces]
@@ -297,11 +297,11 @@ class TornCheck:
     def check_copies(self, copies: Mapping[int, int]) -> None:
         """Compare captured bytes with the samples; `copies` maps chunks to addresses of copies.
 
-        A tensor that changed before its copy may be restored before the fence, as averaged weights
-        are: only the copy shows the change.
+        A tensor may change before its copy and get its old values back before the fence, as when
+        averaged weights are swapped in and out. Then only the copy shows the change.
 
         Raises:
-            TornSnapshotError: They differ.
+            TornSnapshotError: Some objects differ.
         """
         if self._samples is not None:
             changed = self._samples.changed_in(copies)

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _EXIT_LOSES_SAVES = sys.version_info[:3] in {(3, 12, 0), (3, 12, 1)}
-"""Whether this Python starts no thread once it exits, as a save in flight may need."""
+"""Whether this Python cannot start a thread at exit, which a save in flight may need."""
 
 _MODES = ("blocking", "async", "lazy")
 _BUSY = "another save was under way"
@@ -139,7 +139,7 @@ class Saver(SaveSurroundings):
         self._on_report = on_report
         self._kept = KeptChunks()
         self._table = ChainTable(config, registry)
-        self._known = Known()  # replaced whole: a signal handler may describe meanwhile
+        self._known = Known()  # replaced, not changed: a signal handler may use it meanwhile
         self._parts = KnownParts()
         self._scanned: set[ObjectPath] = set()  # objects already checked for state left out
         self._warned: set[str] = set()
@@ -174,7 +174,7 @@ class Saver(SaveSurroundings):
             turn = RankTurn(group=group, number=group.next_number(), known=self._parts)
         try:
             if not self.pending.may_prepare(self._config.on_busy):
-                if turn.rank:  # the others may not be busy, and wait for it
+                if turn.rank:  # the other ranks may not be busy, and then they wait for this one
                     turn.give_up(_IN_HANDLER)
                 return self._skipped(valid_step(step), on_progress, _BUSY, turn)
             return self.pending.prepare(
@@ -263,7 +263,7 @@ class Saver(SaveSurroundings):
             if self._tiers is None
             else self._tiers.entries(strict=overwrite)
         )
-        # The run continued from an older step, so incomplete steps must not refuse the save.
+        # The run continued from an older step, so incomplete steps must not make the save fail.
         incomplete = self._catalog.incomplete_from(step, entries)
         whole = {number: names for number, names in entries.items() if number not in incomplete}
         overwrite |= step in incomplete and max(whole, default=-1) < step
@@ -396,8 +396,8 @@ class Saver(SaveSurroundings):
                 job.begin_capture()
                 self.pending.prepared()
 
-            # The other ranks learn of the save now. If it were prepared again, they would already
-            # have given it up.
+            # The other ranks learn of the save now. If the save were prepared again after that,
+            # they would already have given it up.
             self.pending.outlast(begin)
         except BaseException as error:
             job.interrupt(error)
@@ -532,8 +532,9 @@ class Saver(SaveSurroundings):
             missing = request.staging_bytes - staging.budget_bytes
             if missing > 0:  # else only its gaps did not fit
                 self._warn_once(
-                    "staging is too small for the state: in step %d training was blocked until the "
-                    "store had written %s that did not fit; raise staging_bytes (logged once)",
+                    "staging is too small for the state: in step %d, training was blocked until "
+                    "the store had written the %s that did not fit; raise staging_bytes (logged "
+                    "once)",
                     report.step,
                     size_text(missing),
                 )

@@ -82,7 +82,7 @@ def open_backend(
 
     Raises:
         ConfigError: The URL or its options are wrong, or no backend serves its scheme.
-        PluginError: The backend is not installed or broken.
+        PluginError: The backend is not installed, or is broken.
         StorageError: The backend cannot be opened.
     """
     if isinstance(spec, Backend):
@@ -94,7 +94,7 @@ def open_backend(
     if _CONFIGURATION.search(url) and not scheme_of(url) and not Path(url).is_dir():
         msg = (
             f"{url} looks like a configuration file, not like the folder of a run: use "
-            f"Checkpointer.from_config({url!r}), or file:// before the path of a folder"
+            f"Checkpointer.from_config({url!r}), or put file:// before the path of a folder"
         )
         raise ConfigError(msg)
     names = registry.names("backend")
@@ -117,7 +117,7 @@ def open_backend(
             f"provides it{hint}"
         )
         if _ANY_URL in names and not schemes:
-            msg += ". Those of fsspec need its package: pip install 'penstock[fsspec]'"
+            msg += ". The schemes of fsspec need its package: pip install 'penstock[fsspec]'"
         raise ConfigError(msg)
     cls = registry.backend_class(scheme)
     return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
@@ -166,7 +166,7 @@ def _open_local(
             cls = registry.backend_class(name)
             return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
         except (CapabilityError, PluginError) as error:
-            _warn_once(f"{name} is not used, {last} takes its place: {error}")
+            _warn_once(f"{name} is not used, so {last} takes its place: {error}")
     cls = registry.backend_class(last)
     return _opened(cls, _from_url(cls, url), registry, must_exist=must_exist)
 

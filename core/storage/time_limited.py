@@ -38,10 +38,11 @@ _WRITES: frozenset[Operation] = frozenset(["write", "seal", "sync"])
 class TimeLimitedBackend(DelegatingBackend):
     """Delegates every call; gives up a call that blocks its caller for longer than `limit_s`.
 
-    Such a call runs on its own thread. If the store never answers, the thread and everything that
-    it uses are abandoned. Without `limit_writes`, blob writes have no limit, and background reads
-    never have one, because saves and restores watch their own progress. `sweep` may walk a whole
-    store and has no limit either, but Ctrl-C ends the wait.
+    Each call with a limit runs on its own thread. If the store never answers, the thread and
+    everything that it uses are abandoned. Background reads and writes have no limit, because saves
+    and restores watch their own progress. For the same reason, other writes to blobs have a limit
+    only with `limit_writes`. `sweep` may walk a whole store and has no limit either, but Ctrl-C
+    ends the wait.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class TimeLimitedBackend(DelegatingBackend):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers of the wrapped backend, each with the same limit."""
+        """The tiers of the wrapped backend, each with the same limit, except for blob writes."""
 
         def limited(backend: Backend) -> Backend:
             return TimeLimitedBackend(

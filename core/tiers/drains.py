@@ -57,7 +57,7 @@ log = logging.getLogger("penstock")
 
 _LEFT = (
     "it is whole in a faster tier, but not copied to the durable one yet; the next process that "
-    "saves there, or `penstock drain`, continues"
+    "saves there, or `penstock drain`, continues the copy"
 )
 
 
@@ -179,6 +179,8 @@ class Drains:
     ) -> bool:
         """Mark a checkpoint before its commit in a tier, if it must be copied from there.
 
+        If it must not, a note says so, except in the last tier.
+
         Args:
             number: The number of the tier.
             uid: The uid of the checkpoint.
@@ -264,7 +266,7 @@ class Drains:
         try:
             self.reconcile()
         except PenstockError as error:  # checkpoints that are already marked are copied anyway
-            log.error("tiers are not compared: %s", str(error))  # noqa: TRY400 - its text says it
+            log.error("tiers are not compared: %s", str(error))  # noqa: TRY400 - the text is enough
         self.resume()
 
     def resume(self) -> int:
@@ -319,7 +321,7 @@ class Drains:
             self.end(record, None)
 
     def send_again(self, number: int, record: CommitRecord) -> bool:
-        """Queue another copy to tier `number`, which lost a checkpoint before passing it on.
+        """Queue another copy to tier `number`, which lost a checkpoint before it was copied on.
 
         Returns:
             Whether a faster tier has the checkpoint and copies it. If not, the checkpoint is gone
@@ -396,7 +398,7 @@ class Drains:
         if not any(link.is_failing() for link in self._links):
             return ""
         why = "; ".join(state.error for state in self.states() if state.error)
-        return f"{_LEFT}: {why}"
+        return f"{_LEFT}. The last error: {why}"
 
     def is_stuck(self) -> bool:
         """Return whether a store is stuck. A call in flight may still use its buffers."""
@@ -462,4 +464,4 @@ def _call_back(on_end: OnEnd, error: BaseException | None) -> None:
 
 
 def _left_by_close() -> NotDrainedError:
-    return NotDrainedError(f"{_LEFT}, since the run was closed before")
+    return NotDrainedError(f"the run was closed before the checkpoint was durable: {_LEFT}")

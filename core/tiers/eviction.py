@@ -70,7 +70,7 @@ class Eviction:
         """
         self._tiers = tiers
         self._on_damage = on_damage
-        # Only single operations change the two sets; the interpreter makes these atomic.
+        # No lock: only single operations change these, and the interpreter makes them atomic.
         self._verified: set[tuple[int, str]] = set()  # copies that this process wrote, or has read
         self._damaged: set[tuple[int, str]] = set()  # copies that were reported
 
@@ -124,10 +124,11 @@ class Eviction:
         self._delete_old_logs(number)
 
     def evict(self, number: int, record: CommitRecord, *, unreadable: bool = False) -> None:
-        """Delete one tier's copy, but not its log: its record first, durably, then its data.
+        """Delete one tier's copy, but not its log.
 
-        Deletes nothing if the tier's record of that name has another uid or, with `unreadable`, is
-        readable: another save has then published the record in the meantime.
+        Deletes the commit record first, durably, then the data. Deletes nothing if the tier's
+        record of that name has another uid or, with `unreadable`, is readable: then another save
+        has published it in the meantime.
         """
         tier = self._tiers[number]
         name = commit_name(record.step, record.generation)
@@ -240,5 +241,5 @@ def _check_data(backend: Backend, record: CommitRecord) -> None:
     if not is_whole(backend, record):
         msg = f"{name} on {backend.url} was deleted meanwhile"
         raise CheckpointGoneError(msg)
-    msg = f"{backend.url} has {name}, but lost some of its data"
+    msg = f"{backend.url} has {name}, but has lost some of its data"
     raise FormatError(msg, [name])

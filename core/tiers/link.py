@@ -54,7 +54,10 @@ _PERMANENT = (LostRaceError, StepExistsError, DamagedError)
 
 _TRIES = 2  # failures in the process, after which threads copy
 WORTH_BYTES = 64 << 20
-"""A checkpoint below this size is copied by threads: starting a process takes longer."""
+"""A smaller checkpoint is copied by threads, unless `drain_in` is `process`.
+
+Starting a process would take longer than the copy. Eviction verifies smaller copies at once.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +161,10 @@ class DrainLink:
             return True
 
     def withdraw(self, uids: Collection[str]) -> None:
-        """Drop the queued copies of these checkpoints, and wait for the end of one in flight."""
+        """Drop the queued copies of these checkpoints, and cancel the one in flight.
+
+        Waits for the end of that one, unless a store is stuck.
+        """
         with self._changed:
             self._withdrawn.update(uids)
             dropped = [record for record in self._queue if record.uid in uids]
@@ -253,8 +259,8 @@ class DrainLink:
             try:
                 self._copy_with_retries(record)
             except BaseException as error:  # noqa: BLE001 - a task's boundary: the next copy begins
-                log.error(  # noqa: TRY400 - a record with the exception would hold its frames
-                    "step %d: copying it to tier %s ended with %s; the next process continues",
+                log.error(  # noqa: TRY400 - a kept log record would keep the stack frames
+                    "step %d: copying it to tier %s ended with %s; the next process copies it",
                     record.step,
                     self._target.name,
                     repr(error),
@@ -300,7 +306,7 @@ class DrainLink:
                     self._drains.end(record, error)
                     return
                 with self._changed:
-                    # Random, so that not all nodes of a run return to a store at once.
+                    # Random, so that the hosts of a run do not all return to a store at once.
                     delay_s = pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
                     self._changed.wait_for(lambda: self._is_over(record), delay_s)
                 pause_s = min(2 * pause_s, self._timing.drain_retry_most_s)
@@ -347,7 +353,7 @@ class DrainLink:
             except StepExistsError:
                 if not compacted(target, record):
                     raise
-            if not record.references:  # else the copy may have kept blobs there unread
+            if not record.references:  # else the copy may have used blobs that it has not read
                 self._drains.eviction.note_verified(self._number + 1, record)
         carry_notes(source, target, record)
         # Again: a file system that was unmounted during the copy took the data with it.
@@ -479,7 +485,7 @@ class TierCopier:
         self._workers = workers
         self._grace_s = grace_s
         self._process = process  # None: threads copy
-        self._unsuitable = 0  # number of such errors in a row
+        self._unsuitable = 0  # copies in a row that no process could make
         self._failed = ("", 0)  # the last uid that failed in the process, and how often
         self._lock = threading.Lock()  # guards `_in_flight`
         self._in_flight: tuple[str, CheckpointCopy | ProcessCopy] | None = None
@@ -521,7 +527,7 @@ class TierCopier:
                     raise CheckpointGoneError(msg) from error
                 self._note_unsuitable(error)
             except StorageTimeoutError:
-                raise  # a thread would hang in the same store, and cannot be killed
+                raise  # threads would hang in the same store, and cannot be killed
             except PenstockError:
                 uid, count = self._failed
                 self._failed = record.uid, count + 1 if uid == record.uid else 1
@@ -548,9 +554,9 @@ class TierCopier:
 
     def _note_unsuitable(self, error: Exception) -> None:
         level = logging.DEBUG if self._unsuitable else logging.WARNING
-        log.log(level, "threads of the trainer copy to %s: %s", self._target.name, str(error))
+        log.log(level, "threads of the trainer copy to tier %s: %s", self._target.name, str(error))
         self._unsuitable += 1
-        if self._unsuitable == _TRIES:  # the reason does not pass, as a lack of memory would
+        if self._unsuitable == _TRIES:  # a temporary lack of memory would be over by now
             self._process = None
 
     def _check_seen(self, record: CommitRecord) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.core.tiers.places import TierRoots
 
 log = logging.getLogger("penstock")
-left_log = logging.getLogger(__name__)  # of steps that are not copied; `penstock drain` shows it
+left_log = logging.getLogger(__name__)  # names steps that are not copied, for `penstock drain`
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def _not_lost(
     else:
         # Earlier versions did not record which saves `drain_every` has left out.
         staying = list(lost)
-        why = "counts as left out by an earlier version, which did not record that"
+        why = "may have been left out by an earlier version, which did not record that"
     if staying:
         left_log.warning(
             "step %s is in tier %s, and %s: it is not copied to a slower tier. If that is wrong, "
@@ -124,10 +124,10 @@ def _lost_behind(tiers: Sequence[Tier], number: int, behind: Collection[str]) ->
 def _saved_behind_since(
     tiers: Sequence[Tier], number: int, records: Collection[CommitRecord]
 ) -> list[CommitRecord]:
-    """Return tier `number`'s `records` that are older than a save to slower tiers.
+    """Return tier `number`'s `records` that are older than a save that only slower tiers have.
 
-    A node that saved to a slower tier has seen that tier's checkpoints. So a checkpoint that is
-    missing there, and is older than that save, was deleted on purpose.
+    The host that made that save has seen the checkpoints of the slower tier. So a checkpoint that
+    is missing there, and is older than that save, was deleted on purpose.
     """
     if not records:
         return []
@@ -162,7 +162,7 @@ def lost_by_tiers(
     *,
     known: Collection[str] = (),
 ) -> list[tuple[str, str]]:
-    """Return the blobs and records that tiers which list a checkpoint have lost; warn about them.
+    """Return what the tiers have lost of a checkpoint that they list, and warn about it.
 
     A tier that does not list the checkpoint has evicted it, and has lost no data. Checks only the
     tiers before the first with all data, because only these made reads fall through. Lists each
@@ -176,7 +176,7 @@ def lost_by_tiers(
         known: The names that were logged before.
 
     Returns:
-        Each name with the name of the first tier that has it.
+        The name of each lost blob and record, with the name of the first tier that has it.
     """
     lost: set[str] = set()
     for tier in backend.tiers[:-1]:
@@ -188,7 +188,7 @@ def lost_by_tiers(
         lost |= missing
         if news := sorted(missing.difference(known)):
             log.warning(
-                "step %d: tier %s lists it, but has lost %s, or the end of it; the next tier with "
+                "step %d: tier %s lists it, but has lost all or the end of %s; the next tier with "
                 "a copy was read",
                 record.step,
                 tier.name,

@@ -38,7 +38,7 @@ class Outages:
         self._tiers = tiers
         self._workers = workers
         self._limit_s = limit_s
-        # Only single operations change the two; the interpreter makes these atomic.
+        # No lock: only single operations change these two, and the interpreter makes them atomic.
         self._pauses: dict[int, tuple[float, float]] = {}  # the end of each pause, and its length
         self._warned_s: dict[int, dict[str, float]] = {}  # the time of each warning, by its reason
 
@@ -47,7 +47,8 @@ class Outages:
 
         Args:
             number: The number of the tier that `call` contacts.
-            call: A call of the tier's backend; abandoned on its own thread if it hangs.
+            call: A call of the tier's backend. It runs on its own thread, which is abandoned if it
+                hangs.
             despite_pause: Make the call even during a pause.
 
         Raises:
@@ -56,7 +57,7 @@ class Outages:
         """
         timing = self._workers.timing
         if not despite_pause and self._is_paused(number):
-            msg = "it did not answer a while ago, and its calls are paused"
+            msg = "it did not answer a while ago, so calls to it are paused"
             raise NotAskedError(msg)
 
         def late() -> StorageTimeoutError:
@@ -85,7 +86,7 @@ class Outages:
         if now_s - warned_s.get(str(error), -math.inf) >= timing.repeat_log_s:
             warned_s[str(error)] = now_s
             name = self._tiers[number].name
-            log.warning("tier %s does not answer, continuing without it: %s", name, str(error))
+            log.warning("tier %s does not answer, so it is not used now: %s", name, str(error))
 
     def end(self, number: int) -> None:
         """End the outage of a tier: resume its calls, and log its next error."""

@@ -56,9 +56,10 @@ class TierRoots:
         self._before_older: set[int] = set()
 
     def register(self, *, despite_pause: bool = False) -> None:
-        """Write a root record to each tier that answers: its own identity and the other tiers'.
+        """Write a root record to each tier that answers.
 
-        A tier is registered once per process.
+        The record has the root of this tier and those of the other tiers. A tier is registered once
+        per process.
 
         Args:
             despite_pause: Contact even tiers whose calls are paused (see `Outages.ask`).
@@ -99,7 +100,8 @@ class TierRoots:
         """Verify that a tier still has the root that this process registered.
 
         Copies check it before and after, because the file system may be unmounted in between. Tiers
-        faster than the durable tier are not checked: they may lose everything and continue.
+        faster than the durable tier are not checked: they may lose everything, and saves still use
+        them.
 
         Raises:
             WrongPlaceError: The tier has another root, or none.
@@ -210,7 +212,7 @@ class TierRoots:
             updated = replace(record, opened=record.opened + 1, tiers=tiers)
             publish = partial(self._tiers[number].backend.publish, ROOT_NAME, encode_root(updated))
             try:
-                self._outages.ask(number, publish, despite_pause=True)  # it has just been read
+                self._outages.ask(number, publish, despite_pause=True)  # the tier has just answered
             except StorageError as error:
                 self._outages.warn(number, error)
                 continue
@@ -225,13 +227,16 @@ class TierRoots:
         name, url = self._tiers[number].name, self._tiers[number].backend.url
         msg = (
             f"tier {name} ({url}) is the same place as a slower tier, perhaps over the network: "
-            "data evicted from it would be lost. Give each its own place. If it is a copy that a "
-            f"user made, delete {ROOT_NAME} in it."
+            "data evicted from it would be lost. Give each tier its own place. If the tier is a "
+            f"copy that a user made, delete {ROOT_NAME} in it."
         )
         raise ConfigError(msg)
 
     def _created(self, number: int, run: str, *, exclusive: bool) -> RootRecord | None:
-        """Return a new record for a tier, or the record that another process just created there."""
+        """Return a new record for a tier, or the record that another process just created there.
+
+        None if the tier does not answer.
+        """
         backend = self._tiers[number].backend
         record = RootRecord(run, secrets.token_hex(16))
         try:
@@ -240,7 +245,9 @@ class TierRoots:
             publish = partial(_publish_root, backend, record, exclusive=exclusive)
             return self._outages.ask(number, publish, despite_pause=True)
         except (StorageError, FormatError) as error:
-            log.warning("tier %s gets no identity: %s", self._tiers[number].name, str(error))
+            log.warning(
+                "tier %s: cannot create a root record: %s", self._tiers[number].name, str(error)
+            )
             return None
 
     def _warn_of_new(

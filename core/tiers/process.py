@@ -2,8 +2,8 @@
 
 A copy on threads of the trainer briefly holds the GIL for each piece, and slows training with each
 change of the memory map. The trainer pickles a call of `copy_for_trainer` to the standard input of
-the process. Then it reads the numbers of copied bytes from a pipe, and at the end None or the
-error. `SIGTERM` cancels the copy; the kernel sends it when the trainer ends.
+the process. Then the trainer reads from a pipe: the numbers of copied bytes, and at the end None or
+the error. `SIGTERM` cancels the copy; the kernel sends it when the trainer ends.
 
 Tested in `tests/integration/tiers/test_copy_process.py`.
 """
@@ -62,7 +62,7 @@ pickle.load(sys.stdin.buffer)()
 
 
 class UnsuitableError(Exception):
-    """Signals that no process can make the copy: none can start, or it sees other tiers."""
+    """Signals that no process can make the copy: none can start, or it would see other tiers."""
 
 
 # -- the trainer's side ------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class ProcessCopy:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # what plugins print is not the trainer's output
                 pass_fds=[writer.fileno()],
-                # Python 3.13.0 cannot be used in a folder that is gone.
+                # Python 3.13.0 does not start in a folder that is gone.
                 cwd=folder or "/",
                 start_new_session=True,  # Ctrl-C reaches only the trainer, which ends the process
             )
@@ -173,8 +173,8 @@ class ProcessCopy:
         on_progress: Callable[[int], None],
     ) -> None:
         """Return when the copy is complete; raise the error that ended it."""
-        # Counts polls instead of reading the time: a debugger or SIGSTOP that stops this process
-        # also stops the other one, and the other one is not silent during that time.
+        # Counts polls instead of reading the time: while a debugger or SIGSTOP stops this process,
+        # it reads no reports, and that must not count as silence of the other process.
         clock = CountedClock()
         silent, ending = Deadline(self._timing.process_start_s, clock), NEVER
         while True:
@@ -213,7 +213,7 @@ class ProcessCopy:
             return SaveAbortedError(msg)
         if not self._began:
             return UnsuitableError(f"a copying process did not start: {why}")
-        return kind(f"{why}; blobs that it sealed are not copied again")
+        return kind(f"{why}; the blobs that it has sealed will not be copied again")
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """End the process, by force after `process_end_s`; return its exit code."""

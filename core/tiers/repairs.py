@@ -366,7 +366,7 @@ def verify_and_repair(
     if repairs is None or not checkpoint.backend.tiers:
         msg = (
             f"{checkpoint.backend.url} is one place: a repair needs another copy. Name the run "
-            "with all its tiers, or delete the step there and copy a good one"
+            "with all its tiers, or delete the step there and copy a good one from elsewhere"
         )
         raise ConfigError(msg)
     began = time.monotonic()
@@ -413,7 +413,7 @@ class _CheckpointRepair:
         """Replace the copy in one tier with the fastest good copy, and return the outcome."""
         tier = self._checkpoint.backend.tiers[bad]
         if not self._is_this_one(bad):
-            return Repair(tier.name, None, "it is of another save, which no other tier has")
+            return Repair(tier.name, None, "its copy is of another save, which no other tier has")
         error = (
             "no other tier has a good copy. If the copies together have all data, `penstock copy "
             "--raw` makes a whole one elsewhere"
@@ -476,7 +476,8 @@ class _CheckpointRepair:
         def stuck() -> StorageTimeoutError:
             return StorageTimeoutError(
                 f"no progress for {watchdog.taken_s():.0f} s (io_timeout_s={watchdog.limit_s:g}) "
-                "while a copy was being replaced, which may still happen; the good one is unchanged"
+                "while a copy was being replaced; it may still be replaced later, and the good "
+                "copy is unchanged"
             )
 
         call_with_deadline(
@@ -499,5 +500,5 @@ class _CheckpointRepair:
         tier = self._checkpoint.backend.tiers[number]
         copy = self._checkpoint.verify_copy(tier, self._meter, deep=self._deep)
         if copy is None:
-            return "it no longer exists: deleted or evicted meanwhile"
+            return "the copy no longer exists: it was deleted or evicted meanwhile"
         return next((damage.detail for damage in copy.damaged), None)

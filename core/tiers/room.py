@@ -57,8 +57,8 @@ class TierRoom:
         self._timing = timing
         self._tidy = tidy
         self._rests: dict[int, Deadline] = {}  # tiers to leave alone; single operations are atomic
-        self._next_log_room = Deadline(0.0)  # over when room is made for a log again
-        self._next_warning = Deadline(0.0)  # over when a save past a tier is logged again
+        self._next_log_room = Deadline(0.0)  # expires when room may be made for a log again
+        self._next_warning = Deadline(0.0)  # expires when a bypassed tier may be logged again
 
     def away(self) -> list[str]:
         """Return the names of the fastest tiers that this rank cannot use now.
@@ -123,7 +123,7 @@ class TierRoom:
                     why.append(f"tier {tier.name} does not answer: {error}")
             msg = (
                 f"no tier has room for the {need_bytes} bytes of step {step}: {'; '.join(why)}. "
-                "Checkpoints that only the fast tier has are not deleted for it."
+                "Checkpoints that only the fast tier has are not deleted to make room."
             )
             policy = self.tiers[0].on_full
             if policy == "raise":
@@ -144,7 +144,7 @@ class TierRoom:
         with suppress(StorageError):  # the append itself fails, and names the reason
             if self._has_room(0, need_bytes):
                 return
-        # A log appends after each step, and a tier that cannot evict reads all its records.
+        # A log appends after each step, and each failed try reads all commit records of the tier.
         self._next_log_room = Deadline(self._timing.tier_full_poll_s, self._timing.clock)
 
     def _warn_of_bypass(self, step: int, tier: Tier, why: Sequence[str]) -> None:
@@ -158,8 +158,8 @@ class TierRoom:
 
     def _make_room(self, number: int, need_bytes: int) -> bool:
         if number:
-            # A store that cannot report its room counts as having room even while it is away. So it
-            # is listed.
+            # A store that cannot report its room counts as having room even while it is away. The
+            # listing raises then.
             self.tiers[number].backend.list(CLOCK_PREFIX)
             self._roots.check(number)
         unverified = False
@@ -170,6 +170,6 @@ class TierRoom:
             return False
 
         fits = self._eviction.make_room(number, need_bytes, verify=verify)
-        if unverified:  # reading them takes long: a background thread does, so training continues
+        if unverified:  # reading takes long, so a background thread does it
             self._tidy(number, need_bytes)
         return fits

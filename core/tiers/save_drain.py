@@ -124,7 +124,7 @@ class TierOfRanks:
         raise ConfigError(msg)
 
     def failed(self, error: BaseException) -> None:
-        """Avoid the tier for a while if it failed. Otherwise each later save would also fail."""
+        """Avoid the tier for a while after an error of the store, or later saves would fail too."""
         if self.number is not None and isinstance(error, StorageError):
             self._room.leave_alone(self.number)
 

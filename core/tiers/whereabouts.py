@@ -125,8 +125,8 @@ def at_step(backend: Backend, step: int) -> list[CommitRecord]:
 def replaceable(source: Backend, target: Backend, record: CommitRecord) -> frozenset[str]:
     """Return the uids of the target's checkpoints that `record`, an overwrite, may replace.
 
-    A higher generation alone does not allow a replacement. It may be left over from a node that was
-    away while another node overwrote the same step at the target. So `record` replaces only
+    A higher generation alone does not allow a replacement. It may be left over from a host that was
+    away while another host overwrote the same step at the target. So `record` replaces only
     checkpoints that its saver knew.
 
     Raises:

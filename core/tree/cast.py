@@ -10,7 +10,7 @@ from penstock.core.abc import FLOAT_DTYPES, ByteSink, convert_floats
 if TYPE_CHECKING:
     from penstock.core.types import TensorSpec
 
-_PIECE_BYTES = 1 << 20  # of a piece for a sink without a view of its memory
+_PIECE_BYTES = 1 << 20  # of scratch, for a sink without a view of its memory
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
@@ -22,9 +22,10 @@ def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
 class CastSink(ByteSink):
     """Converts each element on its way into `inner`, rounded to nearest even.
 
-    The thread that delivers a piece converts it, directly into the memory of `inner` if that is
-    flat, else through 1 MiB of scratch. Pieces come in any order, from several threads. They may
-    split an element, whose bytes are kept until all have arrived.
+    The thread that delivers a piece converts it: directly into the memory of `inner` if `inner` has
+    a view of it, otherwise through a scratch buffer of at most 1 MiB. Pieces come in any order,
+    from several threads. A piece may end inside an element; the bytes of that element are kept
+    until all have arrived.
     """
 
     __slots__ = (
@@ -56,7 +57,7 @@ class CastSink(ByteSink):
         return None
 
     def copy_in(self, start: int, data: memoryview, /) -> None:
-        """Convert elements into the inner sink; the first and the last may be incomplete."""
+        """Convert elements into the inner sink; the first and the last one may be incomplete."""
         size = self._dtype.itemsize
         stop = start + data.nbytes
         first, last = -(-start // size), stop // size

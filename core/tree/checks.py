@@ -188,7 +188,7 @@ def _check_meta(provider: StateProvider, node: Node, path: ObjectPath) -> None:
             return
         try:
             if json.loads(json.dumps(node.meta, allow_nan=False)) != node.meta:
-                why = "it does not come back equal (a tuple as a list, a key as a string)"
+                why = "JSON would change it (such as a tuple into a list, or a key into a string)"
             elif depth_of(node.meta) > MAX_METADATA_DEPTH:
                 why = f"it is nested more than {MAX_METADATA_DEPTH} levels deep"
             else:

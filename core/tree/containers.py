@@ -227,13 +227,14 @@ def key_segment(key: object, path: ObjectPath) -> str:
         raise UnsupportedStateError(msg)
     if type(key) is float and not _comes_back(key):
         msg = (
-            f"{show_path(path)} has a NaN of unusual bits as a key, which has no text: use another"
+            f"{show_path(path)} has a NaN of unusual bits as a key, which has no text: use "
+            "another key"
         )
         raise UnsupportedStateError(msg)
     if type(key) is int and abs(key) >= _FIRST_LONG_KEY:
         msg = (
             f"{show_path(path)} has an integer of more than {MAX_KEY_DIGITS} digits as a key: keys "
-            "of a dict that holds tensors or other objects cannot be longer"
+            "of a dict that holds tensors or other objects cannot be longer; use another key"
         )
         raise UnsupportedStateError(msg)
     return repr(key)
@@ -244,7 +245,10 @@ def _comes_back(key: float) -> bool:
 
 
 def key_types(keys: Sequence[object]) -> str | dict[str, str] | None:
-    """Return the key types for a dict's node: one for all, or one per segment; None for strings."""
+    """Return the key types for a dict's node: one for all keys, or one by segment.
+
+    None if all keys are strings.
+    """
     kinds = {type(key) for key in keys}
     if not kinds or kinds == {str}:
         return None
@@ -274,7 +278,7 @@ def key_from_segment(segment: str, kinds: str | dict[str, str] | None, path: Obj
     except (ValueError, KeyError):
         pass
     wrong = show_text(f"{segment!r} of type {kind!r}")
-    msg = f"{show_path(path)} has no key {wrong}"
+    msg = f"{show_path(path)} is stored with an impossible key: {wrong}"
     raise FormatError(msg, [show_path(path)])
 
 
@@ -297,7 +301,7 @@ def dict_meta(value: dict[Any, Any], path: ObjectPath) -> dict[str, Any]:
         if FACTORIES.get(name) is factory:
             return {"class": "defaultdict", "factory": name}
         msg = (
-            f"{show_path(path)} is a defaultdict of {factory!r}: only those of "
+            f"{show_path(path)} is a defaultdict of {factory!r}: only defaultdicts of "
             f"{', '.join(FACTORIES)} can be stored"
         )
         raise UnsupportedStateError(msg)
@@ -330,10 +334,12 @@ def make_dict(meta: dict[str, Any], path: ObjectPath) -> dict[Any, Any]:
 
 
 def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
-    """Return the stored name of a named tuple's class, `module:qualified.name`; None for a tuple.
+    """Return the name under which a named tuple's class is stored, `module:qualified.name`.
+
+    None for a plain tuple.
 
     Raises:
-        UnsupportedStateError: It is not a named tuple, or cannot be imported by that name.
+        UnsupportedStateError: It is another kind of tuple, or its class is not found by that name.
     """
     kind = type(value)
     if kind is tuple:
@@ -349,7 +355,7 @@ def tuple_class(value: tuple[Any, ...], path: ObjectPath) -> str | None:
 
 
 def make_tuple(items: list[Any], name: object, path: ObjectPath) -> tuple[Any, ...]:
-    """Build a tuple of the class that `tuple_class` named; never imports a module for it.
+    """Build a tuple of the class that `tuple_class` named. Does not import its module.
 
     Raises:
         UnsupportedStateError: The class is not loaded, or is not a named tuple.

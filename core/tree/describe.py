@@ -60,10 +60,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Each storage moves only once, and all storages of one message move within a few attempts.
+# A thread that sends tensors to another process moves each storage only once, and moves all
+# storages of one message within a few attempts.
 _MOST_MOVES = 100
 
-# All ranks post each of these, and a post has a limit.
+# The most `PerRank` with an index. All ranks post each of these, and the size of a post is limited.
 _MOST_SHARED = 64
 
 log = logging.getLogger("penstock")
@@ -82,7 +83,8 @@ class Description:
         own_paths: The paths at or below which each rank has its own objects.
         shared: Index and count of each `PerRank` with an index, by its shown path. Ranks with the
             same index store the same objects.
-        seen: The objects of providers that claim memory, or name state that is left out.
+        seen: The objects of providers that implement more than `describe`: those that may claim
+            memory, call memory unsteady, or name state that is left out.
         scan: The providers' objects in the tree.
     """
 
@@ -140,7 +142,8 @@ def describe_tree(
 def _moved(entries: Iterable[StateObject | Node]) -> list[StateObject]:
     """Return the objects that have moved since they were described.
 
-    Freed memory is reused, so two tensors that had one address in turn would look like one tensor.
+    Freed memory is reused. So two tensors that had the same address one after the other would look
+    like one tensor.
     """
     objects = [entry for entry in entries if type(entry) is StateObject]
     places = places_of([entry.source for entry in objects])
@@ -168,7 +171,7 @@ def _describe(root: dict[Any, Any], scan: Scan, context: _Describing) -> Descrip
         scan.is_container(root, ())
         entries = _checked(context.describe_root(root), context.known)
     except RecursionError as error:
-        msg = "the state tree is nested too deeply to be saved"
+        msg = "the state tree is nested too deeply to be saved: flatten the state"
         raise UnsupportedStateError(msg) from error
     used = sorted({(p.name, p.version) for p in context.used})
     own_paths, shared = tuple(context.own_paths), context.shared
@@ -196,7 +199,7 @@ def check_root(state: object) -> dict[Any, Any]:
     """Return the root of a state tree as a dict; the root itself if `load` can rebuild its class.
 
     Raises:
-        UnsupportedStateError: The root is not a mapping.
+        UnsupportedStateError: The root is not a mapping, or cannot be read.
     """
     if type(state) in _DICTS:
         return cast("dict[Any, Any]", state)
@@ -299,9 +302,10 @@ class _Describing(DescribeContext):
         self.seen: list[Found] = []  # the objects of providers that do
         self.own_paths: list[ObjectPath] = []
         self.shared: dict[str, tuple[int, int]] = {}
-        # The values described together, which stay alive, and the object of each.
+        # Values that one call described together, and the object of each. Keeps the values alive,
+        # so that their ids are not reused.
         self._together: list[tuple[Sequence[object], Sequence[StateObject]]] = []
-        self._sources: dict[int, ByteSource] | None = None  # of these, by the ids of the values
+        self._sources: dict[int, ByteSource] | None = None  # of `_together`, by the values' ids
         self._natures: dict[type, Literal["error", "keep"] | None] = {}
         self._scan = scan
         self.known = known
@@ -343,7 +347,7 @@ class _Describing(DescribeContext):
                 self.role = wanted.pop() if len(wanted) == 1 else None
                 try:
                     objects = self._all_at_once(provider, *some)[1]
-                except PluginError:  # it cannot name the path; single calls can
+                except PluginError:  # it cannot name the value's path; a call for one value can
                     objects = None
                 finally:
                     self.role = None
@@ -433,7 +437,7 @@ class _Describing(DescribeContext):
                 if len(self.shared) > _MOST_SHARED:
                     msg = (
                         f"{show_path(path)} is one of more than {_MOST_SHARED} penstock.PerRank "
-                        "with index=: put the values that have one index into one, as a dict"
+                        "with index=: put the values with the same index into one, as a dict"
                     )
                     raise UnsupportedStateError(msg)
                 replica = Replica(place=shown)
@@ -461,8 +465,8 @@ class _Describing(DescribeContext):
             entry = entries[0]
             if type(entry) is StateObject and entry.path is path and entry.form in self._forms:
                 return entries
-        # One check for all: a module may have ten thousand tensors. Not for third parties, which
-        # may change the meta of a node that they keep.
+        # One check for all: a module may have ten thousand tensors. Not if the provider is a third
+        # party's: it may keep a node, and change its meta later.
         if (
             not is_foreign(provider)
             and type(entries) is list
@@ -548,7 +552,7 @@ class _Describing(DescribeContext):
     def _all_at_once(
         self, provider: StateProvider, values: Sequence[Any], paths: Sequence[ObjectPath]
     ) -> tuple[Iterable[StateObject | Node], Sequence[StateObject] | None]:
-        """Return a provider's entries, again as objects if each value is one object, else None."""
+        """Return a provider's entries, and again as objects if each value is one object."""
         above, ask = paths[0][:-1], provider.describe_all
         entries = asked(provider, above, _DESCRIBING, ask, values, paths, context=self)
         if (
@@ -676,7 +680,7 @@ def _deferrable(
 ) -> frozenset[ObjectPath]:
     """Return the paths of the tensors whose memory is claimed and steady."""
     claimed: set[MemoryKey] = set()
-    sources: list[ByteSource] = []  # also claimed, without a key
+    sources: list[ByteSource] = []  # claimed too, but without a key of their memory, for speed
     for item in context.seen:
         with naming(item, "claiming its memory"):
             by_values = claims_by_values(type(item.provider))

@@ -1,4 +1,4 @@
-"""Results of the last save, kept because the next save usually needs the same."""
+"""Results of the last save, kept because the next save usually needs the same results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ T = TypeVar("T")
 class Known:
     """Results of the last save, each with its basis: everything that it depends on.
 
-    A state with the names and shapes of the last save needs no new paths, nodes and cuts. A basis
-    has names, shapes and numbers, never tensors or other state, which would keep the user's memory
-    alive. No code changes a basis or a result that is stored here.
+    If the state has the same names and shapes as at the last save, its paths, nodes and cuts are
+    not computed again. A basis has names, shapes and numbers. It never has tensors or other state,
+    since that would keep the user's memory alive. No code changes a basis or a result that is
+    stored here.
 
-    Each save has its own `Known`. Another thread, or a signal handler, may describe meanwhile, and
-    sees either all results of the last save or all of the previous save.
+    Each save has its own `Known`. Another thread, or a signal handler, may describe a state during
+    a save. It sees either all results of this save, or all results of the one before.
 
     Args:
         last: The `Known` of the last save, if any.
@@ -29,7 +30,7 @@ class Known:
         self._now: dict[Hashable, tuple[object, object]] = {}
 
     def recall(self, place: Hashable, basis: object, make: Callable[[], T]) -> T:
-        """Return the last result of `make` at this place if its basis was equal, else a new result.
+        """Return the last save's result at this place if its basis was equal, else a new result.
 
         Args:
             place: The name of the result, and its part of the tree.

@@ -80,7 +80,7 @@ def show_paths(paths: Sequence[ObjectPath]) -> list[str]:
 def path_hash(path: ObjectPath) -> int:
     """Return the 64-bit hash (xxh3) of the shown path, by which the index is sorted.
 
-    Lone surrogates, which a Python string may hold, are hashed as their three UTF-8-like bytes.
+    Lone surrogates, which a Python string may hold, are encoded as UTF-8 would encode them.
     """
     return xxhash.xxh3_64_intdigest(show_path(path).encode("utf-8", "surrogatepass"))
 
@@ -113,7 +113,7 @@ def _unescape(match: re.Match[str]) -> str:
 def shown_place(path: ObjectPath) -> str:
     """Return the shown path of a `PerRank`, shortened for the posts of ranks.
 
-    Its JSON is so short that a post has room for all such paths.
+    The JSON of the result is so short that a post has room for all such paths.
     """
     shown = show_path(path)
     if _json_bytes(shown) <= _PLACE_BYTES:

@@ -39,7 +39,7 @@ class Prefix:
         return last == mine or (bool(mine) and last.startswith(mine + "."))
 
     def is_within(self, path: ObjectPath) -> bool:
-        """Return whether the pattern matches a path below `path`."""
+        """Return whether the path of the pattern is below `path`."""
         return len(path) < len(self.path) and self.path[: len(path)] == path
 
     def touches(self, path: ObjectPath) -> bool:
@@ -141,7 +141,7 @@ class Glob:
             yield reached
 
     def _through_stars(self, reached: set[int]) -> set[int]:
-        # `**` also matches no segment at all, so the position after it is reached, too.
+        # `**` also matches zero segments, so the position after it is reached, too.
         for at in sorted(reached):
             here = at
             while here < len(self.segments) and self.segments[here] is None:
@@ -235,7 +235,7 @@ def _compile_segment(part: str) -> str | re.Pattern[str] | None:
             char = parse_segment(part[at - 1 : at + 2])
             at += 2
             if not char:
-                msg = "%00 means an empty segment, and must be alone"
+                msg = "%00 means an empty segment, so it must be the whole segment"
                 raise SelectionError(msg)
         literal.append(char)
         pattern.append(re.escape(char))
@@ -249,12 +249,12 @@ def _wildcard(part: str, char: str, at: int) -> tuple[str, int]:
         return ".", at
     negated = part.startswith("!", at)
     begin = at + negated
-    end = part.find("]", begin + 1)  # a `]` in first place belongs to the set
+    end = part.find("]", begin + 1)  # a `]` that comes first is a member of the set
     if end < 0:
         msg = "it has a [ without its ] (write \\[ for the character itself)"
         raise SelectionError(msg)
     body = part[begin:end].replace("%2F", "/").replace("%25", "%")
-    # Inside a set these characters are operators, or will be in later versions of `re`.
+    # Inside a set, these characters are operators, or may become operators in a later `re`.
     body = re.sub(r"([\\\[\]^&~|])", r"\\\1", body)
     source = f"[{'^' if negated else ''}{body}]"
     try:

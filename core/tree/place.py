@@ -52,8 +52,8 @@ _NAMED = 50
 
 
 _REMEDY = (
-    "put it into penstock.PerRank(..., on_change=), with 'keep' for the live value or a function "
-    "of all stored ones; or leave it out by exclude="
+    "put it into penstock.PerRank(..., on_change=), where 'keep' keeps the live value, and a "
+    "function gets all stored values and returns the new one; or leave it out by exclude="
 )
 
 
@@ -82,7 +82,7 @@ class Placing(Rebuilding):
     Args:
         providers: The providers, each of which plans the objects that it claims.
         stored: The stored tree.
-        selected: Whether the object at a path of the template is selected.
+        selected: Returns whether the object at a path of the template is selected.
         allow_pickle: Whether stored pickles may be loaded.
         cast: Whether stored floats may be converted to the template's dtypes.
         below: Returns which segments directly below a path lead to a selected path, like
@@ -105,7 +105,7 @@ class Placing(Rebuilding):
         self._names: NameTable | None = None
         self._below = cache(below)
         self.of_ranks = False
-        """Whether several ranks restore or saved: others may have what this rank lacks."""
+        """Whether several ranks saved or restore, so that others may have what this rank lacks."""
         self._own: list[ObjectPath] = []  # paths below which each rank has its own objects
         self._root: dict[Any, Any] = {}
 
@@ -128,7 +128,7 @@ class Placing(Rebuilding):
                 self._names = NameTable(self.scan)
             placement = self._place_root(state, root)
         except RecursionError as error:
-            msg = "the state tree is nested too deeply to be restored"
+            msg = "the state tree is nested too deeply to be restored: flatten the template"
             raise UnsupportedStateError(msg) from error
         return settled(self._compared(placement))
 
@@ -281,7 +281,7 @@ class Placing(Rebuilding):
         return targets
 
     def _is_above(self, path: ObjectPath) -> bool:
-        """Return whether objects are stored below a path that has none itself."""
+        """Return whether a container or node, but no object, is stored at a path."""
         if path in self._all:
             return False
         return path in self._children or self.node(path) is not None
@@ -301,11 +301,11 @@ class Placing(Rebuilding):
             children = [item for item in children if test(item[1][-1])]
         if not self.of_ranks:
             return children
-        # If this rank has nothing at a path, the objects stored below belong to other ranks.
+        # If this rank has nothing at a path, the objects stored below it belong to other ranks.
         return [item for item in children if not (is_nothing(item[2]) and self._is_above(item[1]))]
 
     def _fixed(self, child: object, path: ObjectPath, placed: Placement, fixed: str) -> list[str]:
-        """Return problems of an irreplaceable value, unless it equals the stored value."""
+        """Return the problems of a value that cannot be replaced; none if it is already equal."""
         shown = show_path(path)
         if placed.replaces:
             problem = (
@@ -336,7 +336,10 @@ class Placing(Rebuilding):
         return any(path[: len(own)] == own for own in self._own)
 
     def _place_by_nature(self, value: PerRank, path: ObjectPath) -> Placement:
-        """Plan the restore of an unmarked value that always differs between ranks."""
+        """Plan the restore of a value that differs between ranks, although the user did not say so.
+
+        Its type says so, such as the type of a random generator.
+        """
         result = self._place_per_rank(value, path)
         finish: Any = result.finish
         if finish is not None:
@@ -365,12 +368,15 @@ class Placing(Rebuilding):
     def _place_of_other_ranks(
         self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
-        """Plan the restore, by `on_change`, of a value that another number of ranks stored."""
+        """Plan the restore, by `on_change`, of a value that is stored for another number of ranks.
+
+        With an index in its marker, it is stored for another number of indices.
+        """
         singular, plural = ("rank", "ranks") if value.index is None else ("index", "indices")
         number = f"{len(stored)} {plural if len(stored) > 1 else singular}"
         shown = f"{show_path(path)} is stored for {number}, but this job has {count}"
         if value.on_change == "keep":
-            level = logging.INFO if self.rank else logging.WARNING  # all ranks would log the same
+            level = logging.INFO if self.rank else logging.WARNING  # one warning is enough
             log.log(level, "%s: it is left unchanged", shown)
             return Placement(finish=lambda: value, passed_over=[path])
         if not callable(value.on_change):
@@ -430,7 +436,7 @@ class Placing(Rebuilding):
         """Plan the restore of a stored object into a dict, if its provider can."""
         try:
             provider = self._provider_for_form(node)
-        except PluginError:  # the items of the dict need none
+        except PluginError:  # the items of the dict can be restored without it
             return None
         path = node.path
         placed = asked(provider, path, _PLANNING, provider.place_dict, value, node, context=self)
@@ -500,7 +506,7 @@ def disagreements(group: Sequence[Target], stored: Mapping[int, memoryview]) -> 
                 "template, but different values are stored for it: select one of them, or separate "
                 "them"
             )
-        if len(problems) == _NAMED:  # finding each pair takes a pass over the group
+        if len(problems) == _NAMED:  # enough: finding each pair takes a pass over the group
             break
     return problems
 
@@ -527,7 +533,7 @@ def _view(scratch: _Bytes, target: Target, low: int) -> _Bytes:
 
 
 def _as_memory(target: Target, data: memoryview) -> _Bytes:
-    """Return the bytes as they are in memory, since some torch views flip signs."""
+    """Return the bytes that the memory must hold: some torch views flip signs when read."""
     memory, size = target.sink.memory, target.spec.itemsize
     assert memory is not None
     parts = 2 if memory.dtype.startswith("complex") else 1

@@ -51,7 +51,7 @@ class Rebuilding(PlaceContext):
     Args:
         providers: The providers, each of which builds its forms.
         stored: The stored tree.
-        selected: Whether the object at a path is selected.
+        selected: Returns whether the object at a path is selected.
         allow_pickle: Whether stored pickles may be loaded.
         cast: Whether stored floats may be converted to the template's dtypes.
     """
@@ -97,15 +97,17 @@ class Rebuilding(PlaceContext):
 
         Raises:
             ConfigError: There is no such device.
-            SelectionError: Only part of an object is selected that can only be built whole.
-            UnsupportedStateError: A stored value cannot be handled.
+            SelectionError: An object that can only be built whole is selected in part.
+            UnsupportedStateError: A stored value cannot be built here.
             FormatError: A stored object cannot be decoded.
         """
         _check_device(device)
         try:
             placement = self.rebuild(at, device=device)
         except RecursionError as error:
-            msg = "the stored tree is nested too deeply to be built"
+            msg = (
+                "the stored tree is nested too deeply to be built: read single objects with open()"
+            )
             raise RestoreError(msg) from error
         return settled(self._compared(placement))
 
@@ -139,7 +141,7 @@ class Rebuilding(PlaceContext):
         return self._chosen.get(path)
 
     def node(self, path: ObjectPath, /) -> Node | None:
-        """Return the stored container or composite at `path`; None if there is none."""
+        """Return the stored node at `path`; None if there is none."""
         return self._nodes.get(path)
 
     def nodes(self, path: ObjectPath, /) -> Sequence[Node]:
@@ -261,7 +263,10 @@ class Rebuilding(PlaceContext):
         built.finish = finish
 
     def _only_whole(self, stored: StoredObject | Node) -> str:
-        """Return the error for a node that may fail because only part of it is selected."""
+        """Return the message for a node that failed because only part of it is selected.
+
+        Empty if all of it is selected, or if `stored` is an object.
+        """
         depth, shown = len(stored.path), show_path(stored.path)
         unselected = [p for p in self._all if p[:depth] == stored.path and p not in self._chosen]
         if not isinstance(stored, Node) or not unselected:
@@ -277,8 +282,8 @@ class Rebuilding(PlaceContext):
         """Return the provider that builds the node or object.
 
         Raises:
-            PluginError: There is none; the error names the missing plugins and how to load without
-                them.
+            PluginError: There is none. The error names the missing plugins, and says how to do
+                without them.
         """
         try:
             provider = self._providers.for_form(stored.form)
@@ -291,16 +296,18 @@ class Rebuilding(PlaceContext):
                 if plugin.startswith("provider ") and plugin.partition(" ")[2] not in known
             ]
             install = f"; not installed here: {', '.join(missing)}" if missing else ""
-            msg = f"{shown}: {error}{install}; to do without, exclude={shown!r}"
+            msg = f"{shown}: {error}{install}; to do without this object, pass exclude={shown!r}"
             raise PluginError(msg) from error
         self._check_version(provider, stored.path)
         return provider
 
     def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
-        """Check that no later provider version stored this, since its meaning may have changed.
+        """Check that the save did not use a later version of the provider than the installed one.
+
+        The meaning of the stored objects may have changed since the installed version.
 
         Raises:
-            PluginError: The checkpoint has a later version; the error names both, and the upgrade.
+            PluginError: It did; the error names both versions, and what to upgrade.
         """
         version = self._versions.get(provider.name, 0)
         if version <= provider.version:
@@ -341,7 +348,7 @@ class Rebuilding(PlaceContext):
             for target in lacking
             if target.sink.memory is not None and _place_of(target) in filled
         }
-        for target in lacking:  # every piece of an object must be filled from elsewhere
+        for target in lacking:  # an object is tied only if all of its pieces are filled elsewhere
             if _place_of(target) not in filled:
                 placement.tied.pop(target.path, None)
         placement.targets = _tied(fitting, self._aliases)
@@ -417,7 +424,7 @@ def _difference(
         unequal.append(("dtype", there.dtype, here.dtype))
     if not unequal:
         return None
-    text = "; ".join(f"{what} {a} is stored, the template has {b}" for what, a, b in unequal)
+    text = "; ".join(f"{what} {a} is stored, but the template has {b}" for what, a, b in unequal)
     return Difference(
         target.path,
         stored=", ".join(f"{what} {a}" for what, a, _ in unequal),
@@ -472,7 +479,7 @@ def _check_device(device: object) -> None:
 
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload] # unchecked so far
-    except (AssertionError, RuntimeError, TypeError) as error:  # torch's ways to refuse
+    except (AssertionError, RuntimeError, TypeError) as error:  # how torch refuses a device
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         msg = (
             f"device={device!r} cannot be used here: pass 'cpu', 'cuda' or 'cuda:0'; torch finds "

@@ -2,9 +2,11 @@
 
 Patterns are written over shown paths (see `paths`) and compared segment by segment:
 
-* `*` any characters within a segment, `?` one, `[ab]` `[a-z]` one of a set, `[!..]` one not in it;
-* `**` as a whole segment: any number of segments, including zero;
-* a backslash makes the next character literal; `%25`, `%2F` and `%00` as in shown paths;
+* `*` matches any characters within a segment, `?` one character, `[ab]` or `[a-z]` one of a set,
+  `[!..]` one that is not in the set;
+* `**` as a whole segment matches any number of segments, including zero;
+* a backslash makes the next character literal; `%25`, `%2F` and `%00` mean what they mean in shown
+  paths;
 * without wildcards the pattern is a *prefix*: it matches the object at that path, everything below
   it, and every path that continues after a `.` (`model/encoder` matches `model/encoder.0.weight`);
 * with wildcards it must match the whole path of an object (end it with `/**` for a subtree).
@@ -51,7 +53,10 @@ class Selection:
 
     @classmethod
     def subtree(cls, path: ObjectPath) -> Selection:
-        """Return a selection of exactly `path` and its subtree; a pattern also ends at a dot."""
+        """Return a selection of exactly `path` and its subtree.
+
+        Unlike a pattern, it does not match paths that continue after a `.`.
+        """
         return cls.subtrees([path])
 
     @classmethod
@@ -69,7 +74,7 @@ class Selection:
 
     @property
     def shown(self) -> str:
-        """The patterns in words: "include=['model'], exclude=['**/bias']"."""
+        """The patterns as text: "include=['model'], exclude=['**/bias']" or "of everything"."""
         options = (("include", self._include), ("exclude", self._exclude or None))
         patterns = [
             f"{name}={[p.text for p in some]}" for name, some in options if some is not None
@@ -151,7 +156,7 @@ class Rename:
     path.
 
     Raises:
-        SelectionError: The mapping does not map strings to strings.
+        SelectionError: `spec` is neither a callable nor a mapping of strings to strings.
     """
 
     def __init__(self, spec: RenameSpec = None) -> None:
@@ -159,11 +164,11 @@ class Rename:
         texts: list[tuple[str, str]] = []
         pairs: Mapping[Any, object] = spec if isinstance(spec, Mapping) else {}
         if spec is not None and not isinstance(spec, Mapping) and self._function is None:
-            msg = f"rename is a mapping or a callable, not {type(spec).__name__}"
+            msg = f"rename must be a mapping or a callable, not {type(spec).__name__}"
             raise SelectionError(msg)
         for old, new in pairs.items():
             if not isinstance(old, str) or not isinstance(new, str):
-                msg = f"rename maps strings to strings, not {old!r} to {new!r}"
+                msg = f"rename must map strings to strings, not {old!r} to {new!r}"
                 raise SelectionError(msg)
             texts.append((old, new))
         self._pairs = sorted(texts, key=lambda pair: -len(pair[0]))
@@ -209,7 +214,7 @@ class Rename:
             if first != old:
                 msg = (
                     f"rename maps both {show_path(first)!r} and {show_path(old)!r} "
-                    f"to {show_path(new)!r}"
+                    f"to {show_path(new)!r}: map them to different paths"
                 )
                 raise SelectionError(msg)
         shown = [show_path(path) for path in known]

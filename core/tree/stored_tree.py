@@ -22,7 +22,8 @@ class StoredTree:
         values: Bytes of the selected value objects.
         aliases: Path of a tied object -> path of its owner, whose bytes it shares.
         providers: Providers that the save used, with their versions.
-        plugins: Third-party plugins among them (`"provider acme"`), with their distributions.
+        plugins: Third-party plugins that the save used, such as `"provider acme"`, with their
+            distributions.
         whole: Returns everything at and below a path, selected or not; None if this tree has
             everything.
     """
@@ -43,7 +44,7 @@ class PathTree:
     the square of their depth: 10 KB of stored paths took 1.3 GB.
 
     Args:
-        paths: Any number of paths.
+        paths: The paths, in the order in which `children` returns their segments.
     """
 
     def __init__(self, paths: Iterable[ObjectPath]) -> None:

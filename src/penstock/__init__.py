@@ -9,8 +9,8 @@ with penstock.Checkpointer("runs/gpt") as ckpt:
     ckpt.restore(state, step="latest")
 ```
 
-Names are imported when they are first used, so that `import penstock` costs next to nothing and
-the command line never waits for torch.
+Names are imported when they are first used. So `import penstock` costs next to nothing, and
+commands that do not need torch do not import it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_a_rule_without_a_match_is_reported_once_with_nearest_paths(tmp_path, ca
     saved_with(rules, [state(), state(), state()], tmp_path)
     (text,) = warnings_of(caplog)
     assert text.startswith("rules[1]: pattern 'modle/**' matches nothing; nearest: model")
-    assert "in step 0, so no codec is used for it (logged once)" in text
+    assert "(in step 0, so no codec is used for it; logged once)" in text
 
 
 # -- reading -------------------------------------------------------------------------------------

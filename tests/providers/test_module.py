@@ -66,8 +66,8 @@ def test_differences_are_all_listed(save):
     placement = stored.plan({"model": net, "x": torch.ones(1)})
     assert placement.missing == [("model", "extra.weight"), ("model", "extra.bias")]
     assert placement.problems == [
-        "model/body.0.weight: shape [5, 6] is stored, the template has [5, 3]",
-        "model/body.2.weight: dtype float32 is stored, the template has float64",
+        "model/body.0.weight: shape [5, 6] is stored, but the template has [5, 3]",
+        "model/body.2.weight: dtype float32 is stored, but the template has float64",
         "x is stored as a value, but is a tensor in the template",
     ]
     assert all(t.path not in placement.missing for t in placement.targets)

@@ -109,6 +109,6 @@ def test_differences_are_problems(save):
     stored = save({"a": np.arange(4), "b": np.arange(3.0)})
     placement = stored.plan({"a": np.arange(5), "b": np.arange(3, dtype=np.float32)})
     assert placement.problems == [
-        "a: shape [4] is stored, the template has [5]",
-        "b: dtype float64 is stored, the template has float32",
+        "a: shape [4] is stored, but the template has [5]",
+        "b: dtype float64 is stored, but the template has float32",
     ]

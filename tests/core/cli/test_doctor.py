@@ -162,7 +162,7 @@ def test_other_commands_mention_a_missing_io_uring_only_with_debug(
     assert call(*words).code == 0
     assert "uring is not used" not in caplog.text
     assert call("--debug", *words).code == 0
-    assert "uring is not used, posix takes its place" in caplog.text
+    assert "uring is not used, so posix takes its place" in caplog.text
 
 
 def test_doctor_warns_that_memory_is_volatile(call):

@@ -392,7 +392,7 @@ def test_path_falls_back_to_threads_with_one_warning_that_says_why(plugin_site, 
     lines = done.stdout.splitlines()
     assert sorted(lines)[1:] == ["posix"] * 3
     (warning,) = (line for line in lines if line != "posix")
-    assert warning.startswith("WARNING uring is not used, posix takes its place")
+    assert warning.startswith("WARNING uring is not used, so posix takes its place")
     assert "EPERM" in warning
 
 

@@ -201,7 +201,7 @@ def test_an_object_that_refers_only_to_itself_has_no_values(stored):
 
 def test_an_encoded_frame_is_within_its_codecs_bound(stored):
     stored.put(forge(stored.files, an_encoded_frame_of_a_pebibyte))
-    with pytest.raises(DamagedError, match=r"codecs make at most \d+ of"):
+    with pytest.raises(DamagedError, match=r"codecs make at most \d+ bytes from"):
         stored.ckpt.load(STEP)
 
 

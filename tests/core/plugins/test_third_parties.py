@@ -127,7 +127,7 @@ def test_a_missing_provider_error_has_path_distribution_and_workaround(without):
     text = str(caught.value)
     assert text.startswith("ema/of: no installed provider rebuilds 'acme-ema'")
     assert "not installed here: provider ema (acme-penstock 0.2)" in text
-    assert "to do without, exclude='ema/of'" in text
+    assert "to do without this object, pass exclude='ema/of'" in text
     assert without.load(exclude=["ema/of", "w"])["raw"].tolist() == [1.0, 1.0]
 
 

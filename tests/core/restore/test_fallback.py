@@ -42,7 +42,7 @@ def test_newest_whole_step_is_used_and_others_are_reported(caplog):
     assert steps.use(damaged_above(3)) == "step 3"
     assert steps.skipped == [7, 5]
     assert steps.first is None
-    assert "step 7 is damaged, trying an older one" in caplog.text
+    assert "step 7 is damaged, so an older one is tried" in caplog.text
 
 
 def test_error_comes_from_the_last_step():

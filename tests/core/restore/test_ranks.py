@@ -196,4 +196,4 @@ def test_objects_below_an_object_are_damage(ranks):
     store_ranks(store, [[one], [other]] if ranks == 2 else [[one, other]])
     with checkpointer(store) as ckpt:
         found = [(one.what, one.detail) for one in ckpt.verify(STEP).damaged]
-    assert found == [("x", "is stored as one object, and other objects below it")]
+    assert found == [("x", "is stored as one object, but other objects are below it")]

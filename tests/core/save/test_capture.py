@@ -936,7 +936,7 @@ def test_copy_that_cannot_be_awaited_keeps_only_its_own_memory(caplog):
     run.capture.close()
     assert other.copies[0].landed
     assert run.staging._used == CHUNK + PAGE_BYTES  # chunks begin within a page
-    assert "copy of a failed save: ZeroDivisionError()" in caplog.text
+    assert "so its memory stays in use: ZeroDivisionError()" in caplog.text
 
 
 def test_a_wait_for_lent_chunks_ends_with_the_last_of_them():

@@ -374,8 +374,11 @@ BROKEN_ENTRIES = {
         lambda path, context: [Own(*entry) for entry in context.describe(t(1), path)],
         "describe yields Own, not a StateObject or Node",
     ),
-    "meta with a key of an integer": (meta({1: "x"}), "meta of the Node a/b .*come back equal"),
-    "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*come back equal"),
+    "meta with a key of an integer": (
+        meta({1: "x"}),
+        "meta of the Node a/b .*JSON would change it",
+    ),
+    "meta with a tuple": (meta({"shape": (1, 2)}), "meta of the Node a/b .*JSON would change it"),
     "meta with nan": (meta({"loss": float("nan")}), "meta of the Node a/b .*not JSON compliant"),
     "meta with a class": (meta({"class": Twice}), "meta of the Node a/b .*type is not JSON"),
     "meta that holds itself": (meta(HOLDS_ITSELF), "meta of the Node a/b .*Circular"),

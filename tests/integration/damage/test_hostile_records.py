@@ -137,7 +137,7 @@ def test_an_index_without_a_path_is_damage_named_by_verify():
         report = ckpt.verify()
         (damage,) = report.damaged
         assert damage.what == ckpt.open().contents.record.index.name
-        assert "does not lead to every path" in damage.detail
+        assert "does not list exactly the shards" in damage.detail
 
 
 def test_verify_names_a_table_of_other_paths_as_damage():

@@ -395,7 +395,7 @@ def test_another_shape_is_one_problem_and_never_a_new_name(ckpt):
         "optimizer/state/layers.0.weight is the state of a parameter of shape"
     )
     assert listed[1].startswith(
-        "model/layers.0.weight: shape [160, 160] is stored, the template has"
+        "model/layers.0.weight: shape [160, 160] is stored, but the template has"
     )
     assert all(problem.endswith(" (strict=False leaves it alone)") for problem in listed)
     hint = str(caught.value).splitlines()[-1]

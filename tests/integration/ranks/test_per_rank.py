@@ -328,7 +328,7 @@ def test_too_many_shared_values_for_a_post_are_refused():
 
     for error in Job(2, memory()).save(state_of):
         assert isinstance(error, UnsupportedStateError)
-        assert "put the values that have one index into one" in str(error)
+        assert "put the values with the same index into one" in str(error)
 
 
 @pytest.mark.parametrize("character", ["a", "\x01"], ids=ascii)

@@ -539,7 +539,9 @@ def test_ranks_of_other_backends_are_refused_by_name(places):
         return job_of(places)._store(rank) if rank != 1 else store
 
     found = Job(RANKS, tiers).run(work)
-    assert all("the backend of this rank is one place, but rank 0's is tiers" in t for t in found)
+    assert all(
+        "the backend of this rank has one place, but that of rank 0 has tiers" in t for t in found
+    )
 
 
 def test_a_save_without_room_is_skipped_on_all_ranks(places, caplog):

@@ -251,7 +251,7 @@ def test_tiers_visible_only_to_the_trainer_use_threads(tmp_path, log, private, r
 
 def warned(log):
     """The count of warnings that threads must copy."""
-    found = [r for r in log.records if "threads of the trainer copy to durable" in r.message]
+    found = [r for r in log.records if "threads of the trainer copy to tier durable" in r.message]
     return sum(record.levelno == logging.WARNING for record in found)
 
 
@@ -275,7 +275,7 @@ def test_without_a_process_threads_copy(tmp_path, log, monkeypatch, python):
     monkeypatch.setattr(sys, "executable", python)
     with checkpointer(tiers_at(tmp_path)) as ckpt:
         assert ckpt.save(state(), 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert "threads of the trainer copy to durable: a copying process" in log.text
+    assert "threads of the trainer copy to tier durable: a copying process" in log.text
 
 
 def test_an_ended_process_is_not_awaited_despite_a_live_fork(tmp_path, log, monkeypatch):
@@ -302,7 +302,7 @@ def test_a_process_starts_only_for_worthwhile_copies(tmp_path, log, monkeypatch)
     worth = {"w": torch.arange(WORTH_BYTES // 8), "step": 1}
     with Checkpointer(tiers_at(tmp_path, drain_in="auto")) as ckpt:
         assert ckpt.save(worth, 1).result(PATIENCE_S).tiers == ("fast", "durable")
-    assert "threads of the trainer copy to durable: a copying process" in log.text
+    assert "threads of the trainer copy to tier durable: a copying process" in log.text
 
 
 def test_the_trainers_environment_is_harmless(tmp_path, log, capfd, monkeypatch):

@@ -407,7 +407,7 @@ def test_a_skipped_tier_gets_copies_as_soon_as_it_is_back(places, waits, caplog)
         handle.committed.result(300)
         durable.clear()
         assert handle.result(300).tiers == ("fast", "durable")
-    assert "gets no identity" not in caplog.text
+    assert "cannot create a root record" not in caplog.text
 
 
 def test_an_overwrite_still_queries_a_hung_tier(places, waits):

@@ -196,7 +196,7 @@ def test_a_resume_takes_the_newest_whole_checkpoint(tmp_path, caplog, part):
     with pytest.raises(penstock.DamagedError, match=part.partition("/")[0]):
         resumed.train(resume_from_checkpoint=3)
     resumed.train(resume_from_checkpoint=True)
-    assert "step 3 is damaged, trying an older one" in caplog.text
+    assert "step 3 is damaged, so an older one is tried" in caplog.text
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert torch.equal(stored_weight(tmp_path, 4), last)
     assert torch.equal(resumed.model.layer.weight, last)
