@@ -155,7 +155,9 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Source of optimizers' parameter names: a path, file or run."
+            metavar="MODEL",
+            help="Where to find the names of an optimizer's parameters: the path of the model in "
+            "FROM, another file, or a run.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -188,7 +190,7 @@ def import_(  # noqa: PLR0913 - its options
                 overwrite=overwrite,
                 on_progress=bar,
             )
-    except StepExistsError as error:  # its advice is for callers in Python
+    except StepExistsError as error:  # its own advice is for callers in Python
         msg = (
             f"{run} has step {step} or a later one: choose a later --step, or save this one "
             "with --overwrite"
