@@ -129,7 +129,7 @@ _declared: dict[str, typer.Typer] = {}
 
 
 def command(name: str) -> Callable[[F], F]:
-    """Declare a function of a module in `TASKS` as a command.
+    """Declare a function as the command `name`, which `TASKS` must list with its module.
 
     The docstring is the help text, with `Examples:` last. The parameters are the arguments and
     options. A command that returns False exits with 1.

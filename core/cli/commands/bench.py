@@ -96,7 +96,7 @@ def tune(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="FILE", help="Read this output of `bench --json`, do not measure."
+            "--from", metavar="FILE", help="Use this output of `bench --json` instead of measuring."
         ),
     ] = None,
     out: Annotated[
@@ -182,7 +182,7 @@ def _print(report: Report) -> None:
     if not report.rows[1:]:
         print_line("there was no time to measure other options: raise --seconds")
     if not report.cold:
-        print_line("restores may read from a cache, which could not be dropped")
+        print_line("restores may have read from a cache that could not be dropped")
     print_line("")
     print_line(limit_of(report))
 
@@ -248,7 +248,7 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
         lines.append("# No option was measured twice, so none is set: raise --seconds or --rounds.")
     elif not found:
         shown = ", ".join(twice)
-        lines.append(f"# None of these was clearly better, by more than {NOISE:.0%}: {shown}.")
+        lines.append(f"# None of these was clearly better (by more than {NOISE:.0%}): {shown}.")
     for choice in found:
         row, gains = choice.row, choice.gains
         times = ", ".join(f"{work} {gain:.2f}" for work, gain in gains.items())

@@ -149,7 +149,7 @@ def copy(  # noqa: PLR0913 - its options
             "encode against the newest earlier step that TO has.",
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Store again without any codec.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Encode again, without any codec.")] = False,
     rules: Annotated[
         str | None,
         typer.Option(

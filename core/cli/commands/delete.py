@@ -240,7 +240,9 @@ def _print_kept(
     elif sum(one.size_bytes for one in doomed) > freed or any(
         len(one.uids) < one.generations for one in doomed
     ):
-        print_line("data that something else may need stays; `penstock prune` deletes leftovers")
+        print_line(
+            "some data stays, since another record may need it; `penstock prune` deletes leftovers"
+        )
 
 
 def _left(steps: Sequence[int]) -> str:

@@ -67,7 +67,7 @@ _NOT_A_DISK = {
     "tmpfs": _IN_MEMORY,
     "ramfs": _IN_MEMORY,
     "overlay": "a layer of a container, slow, and deleted with it: mount a volume for checkpoints",
-    "9p": "a folder of a virtual machine's host, slow, with a weak fsync: use the machine's disk",
+    "9p": "a folder of the virtual machine's host, slow, with a weak fsync: use a virtual disk",
     "nfs": _ON_NETWORK,
     "nfs4": _ON_NETWORK,
     "cifs": "a network file system without POSIX links: exclusive publishing may not work",
@@ -158,7 +158,7 @@ def doctor(
         found = str(error) if isinstance(error, PenstockError) else said(error)
         if len(checks) == 1:
             checks += _check_process()
-            checks.append(Check("open", "fail", found, "it cannot be used: fix this first"))
+            checks.append(Check("open", "fail", found, "the store cannot be used: fix this first"))
         else:
             checks.append(Check("close", "fail", found, "fix the backend"))
     ok = all(check.status != "fail" for check in checks)
@@ -308,7 +308,7 @@ def _folder(folder: Path, *, exists: bool) -> Check:
 def _file_system(folder: Path) -> Check:
     mount = _mount_of(folder)
     if mount is None:
-        return Check("file system", "info", "unknown: /proc is not there")
+        return Check("file system", "info", "unknown: /proc does not show it")
     kind, source, point, read_only = mount
     values = {"type": kind, "source": source, "mounted_on": point}
     found = f"{kind} ({source} on {point})"
@@ -361,7 +361,7 @@ def _inodes(folder: Path) -> Check:
 
 
 def _check_process() -> list[Check]:
-    """Check memory, and the resource limits of a training process started here."""
+    """Check memory, and the resource limits that a training process started here would have."""
     return [_open_files(), _file_size(), _memory()]
 
 
@@ -400,7 +400,7 @@ def _memory() -> Check:
         available = machine_memory()
     except (OSError, StopIteration):  # a system without /proc/meminfo or its field
         values = {"available_bytes": None, "container_bytes": limit}
-        return Check("memory", "info", "unknown: /proc is not there", values=values)
+        return Check("memory", "info", "unknown: /proc does not show it", values=values)
     values = {"available_bytes": available, "container_bytes": limit}
     found = f"{size_text(available)} available"
     if limit is None or limit >= available:
@@ -515,7 +515,7 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     }  # fmt: skip
     if damaged:
         listed = ", ".join(map(str, damaged))
-        advice = "recover their commit records, or `penstock delete` them: until then `prune`"
+        advice = "recover these records, or `penstock delete` these steps: until then `prune`"
         found = f"{len(records)}; the commit records of steps {listed} cannot be read"
         return Check("checkpoints", "fail", found, f"{advice} deletes nothing", values)
     if size is None:

@@ -52,7 +52,11 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
 def export(  # noqa: PLR0913 - its options
     url: Url,
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The file or folder to write; must not exist.")
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="The file or folder to write; must not exist, unless --overwrite is given.",
+        ),
     ],
     *,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")],

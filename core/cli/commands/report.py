@@ -216,7 +216,7 @@ def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
         text = "For each checkpoint, how many saves earlier the last one without a base was made."
         yield "Chains of deltas", text, chains(facts)
     if facts.tiers:
-        yield "Tiers", "Which tier has a whole copy of which checkpoint.", tiers(facts)
+        yield "Tiers", "The tiers that have a whole copy of each checkpoint.", tiers(facts)
 
 
 def _about_times(facts: RunFacts) -> str:

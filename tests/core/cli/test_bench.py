@@ -272,7 +272,7 @@ def test_tune_sets_better_options_and_says_why(call, measured, tmp_path):
         ([], "No option was measured twice, so none is set: raise --seconds or --rounds."),
         (
             [row("engine", "workers", 1, *[figures(104)] * 3)],
-            "None of these was clearly better, by more than 5%: workers = 1.",
+            "None of these was clearly better (by more than 5%): workers = 1.",
         ),
         (  # one round does not show the noise
             [row("engine", "workers", 1, figures(500))],
