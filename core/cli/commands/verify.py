@@ -249,7 +249,8 @@ def grouped(damaged: Iterable[Damage]) -> list[Group]:
     groups: dict[tuple[str, str], Group] = {}
     for one in damaged:
         tier = _TIER.match(one.detail)
-        # `what` names an object, `detail` its blob. If a whole blob is damaged, `what` names the blob.
+        # Usually `what` names an object, and `detail` its blob. If a whole blob is damaged, `what`
+        # names the blob.
         blob = _BLOB.fullmatch(one.what) or _BLOB.search(one.detail)
         where = (tier[0] if tier else "", blob[0]) if blob else ("", one.detail)
         group = groups.setdefault(where, Group())

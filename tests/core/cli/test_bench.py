@@ -112,7 +112,7 @@ def test_bench_refuses_a_run_in_tiers_and_names_them(call, tmp_path):
     done = call("bench", f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable", *SMALL)
     assert done.code == 1
     assert f"{tmp_path}/fast" in done.err
-    assert "one by one" in done.err
+    assert "by its own URL" in done.err
 
 
 def test_bench_refuses_a_size_without_room(call, tmp_path):
