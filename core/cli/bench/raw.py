@@ -171,8 +171,8 @@ class _Loop(ABC):
     def read(self, size: int) -> tuple[float, bool]:
         """Read the blob back; return the seconds of the reads alone, and whether the bytes match.
 
-        True if the bytes are not compared. If they match, the loop's memory holds the written bytes
-        again, as the next write needs them.
+        Bytes that are not compared count as matching. If they match, the loop's memory holds the
+        written bytes again, as the next write needs them.
         """
         if self._root is not None:
             drop_cache(self._root / self._name)

@@ -86,7 +86,7 @@ def choices(report: Report) -> list[Choice]:
     A value is better if the median of some kind of work (save, restore, partial read) is faster
     than the default's by more than `NOISE` and by more than the rounds of either case differ, and
     no kind of work is slower by more than `NOISE`. Both cases need two rounds. It would not
-    suffice that all rounds of a value are faster: among dozens of values, some are by chance.
+    suffice that all rounds of a value are faster: among dozens of values, chance makes some so.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}

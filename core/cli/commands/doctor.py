@@ -141,7 +141,7 @@ def doctor(
     """
     probe_bytes = probe_size if probe else 0
     checks = [_uring()]
-    given: object = url  # a table, if a configuration file names the backend
+    given: object = url  # a table, if the configuration file has one
     shown = shown_url(given) if isinstance(given, str) else "the backend of the configuration"
     # A check reports, with advice, that io_uring is not used.
     no_warning = quiet(OPENING, logging.ERROR)

@@ -293,7 +293,7 @@ def _unrecorded(
 
 
 def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | None, str]:
-    """Return the logged steps that a restore replays, or None; and why the log is unreadable."""
+    """Return the logged steps that a restore replays, or None; and the error of a bad log."""
     try:
         logs = logs_of(backend, newest.uid)
         last = last_step(logs)

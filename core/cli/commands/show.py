@@ -226,7 +226,7 @@ def show(  # noqa: PLR0913 - its options
 
 
 def _check_grouping(url: str, by: str, *, objects: bool) -> None:
-    """Refuse an unknown grouping, one with options for objects, and `rule` without a file."""
+    """Refuse an unknown grouping, one with options for objects, or `rule` without a config file."""
     msg = ""
     if by not in GROUPINGS:
         msg = f"--by: {by!r} is not one of {', '.join(GROUPINGS)}"
@@ -380,7 +380,7 @@ def _shape_text(line: _TableLine) -> str:
 
 
 def _codecs_of(line: _TableLine) -> str:
-    """Return an object's codecs; of a container, those with the most bytes, and a count."""
+    """Return an object's codecs; for a container, those with the most bytes, and how many more."""
     if line.leaf is not None:
         return _codecs_text(line.leaf)
     sums = totals(one.as_sum(_codecs_text(one)) for one in line.objects if not one.elsewhere)

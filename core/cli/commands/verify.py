@@ -233,11 +233,13 @@ def _print_repair(repair: Repair) -> None:
 
 @dataclass(slots=True)
 class Group:
-    """The damage in one blob, or one detail that names no blob.
+    """The damage in one blob, or with one detail that names no blob.
+
+    The dicts serve as ordered sets.
 
     Attributes:
-        causes: The details of the damage, as the keys of an ordered set.
-        hit: The damaged objects and records, as the keys of an ordered set.
+        causes: The details of the damage.
+        hit: The damaged objects and records.
     """
 
     causes: dict[str, None] = field(default_factory=dict)
