@@ -39,7 +39,7 @@ URL is the root of a run: a path, a URL such as posix:///data/run, or the
 configuration file of the run.
 
 Every command takes --json. Exit codes: 0 success, 1 something failed or is
-damaged, 2 wrong usage.
+damaged, 2 wrong usage (for `diff`: see its help).
 """
 
 TASKS = {
@@ -82,7 +82,7 @@ delete or rewrite come last."""
 
 
 class _Commands(TyperGroup):
-    """Lists commands by task, from `TASKS` alone; imports only the running command's module."""
+    """Lists the commands of `TASKS` by task, and imports only the module of the running one."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         del ctx
@@ -129,7 +129,7 @@ _declared: dict[str, typer.Typer] = {}
 
 
 def command(name: str) -> Callable[[F], F]:
-    """Declare a function of a module in `TASKS` as a command.
+    """Declare a function as the command `name`, which `TASKS` must list with its module.
 
     The docstring is the help text, with `Examples:` last. The parameters are the arguments and
     options. A command that returns False exits with 1.
@@ -161,7 +161,9 @@ def is_configuration(url: str) -> bool:
 
 
 def backend_of(url: str) -> str:
-    """Return `url`, or the backend in the configuration file that `url` names.
+    """Return `url`; if it names a configuration file, return the backend in that file.
+
+    Also makes this process prefer the plugins that the file's `prefer` chooses.
 
     Raises:
         ConfigError: The configuration file cannot be read, or is wrong.
@@ -261,11 +263,12 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would happen;
 
 @dataclass(slots=True)
 class ErrorHandling:
-    """How `main` handles errors, after typer has dropped its context.
+    """Tells `main` how to handle errors; global, since typer has dropped its context by then.
 
     Attributes:
         debug: Whether errors are shown with tracebacks (`--debug`).
-        exit_code: The exit code for errors: 1, but 2 for `diff`, whose 1 means "they differ".
+        exit_code: The exit code after an error: 1, but 2 in `diff`, which exits with 1 if
+            something differs.
     """
 
     debug: bool = False
@@ -283,8 +286,8 @@ class _VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        # Keeps each line of a traceback. A message keeps only line breaks before an indented line
-        # (see `visible_lines`), since a stored name may hold a line break.
+        # A traceback keeps all its line breaks. A message keeps only those before an indented line
+        # (see `visible_lines`): any other may be part of a stored name, and is escaped.
         lines = text.split("\n") if record.exc_info else None
         return "\n".join(visible_lines(text) if lines is None else map(visible, lines))
 
@@ -339,11 +342,11 @@ def penstock(
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Ask the user, with the question on standard error; return only if the answer is yes.
+    """Ask the user on standard error; return only if the answer is yes.
 
     Args:
         question: The question, without its question mark.
-        yes: Whether `--yes` has answered it.
+        yes: Whether `--yes` was given; it answers yes, and nothing is asked.
 
     Raises:
         typer.BadParameter: Standard input is not a terminal, so no user can answer.
@@ -354,6 +357,6 @@ def ask(question: str, *, yes: bool) -> None:
     question = visible(question)
     # Input from a pipe does not count: only a user, or `--yes`, may decide to delete.
     if sys.stdin is None or not sys.stdin.isatty():
-        msg = f"no terminal to confirm this on: pass --yes, or try --dry-run: {question}?"
+        msg = f"cannot ask without a terminal; pass --yes to confirm, or try --dry-run: {question}?"
         raise typer.BadParameter(msg)
     typer.confirm(question + "?", abort=True, err=True)

@@ -21,7 +21,8 @@ from penstock.core.errors import PenstockError
 def main() -> None:
     """Run the command; print an error as one message, with a traceback only under `--debug`.
 
-    Exits with 0, with 1 after an error (but see `ErrorHandling`), or with 2 after a usage error.
+    Exits with 0; with 1 after an error or if the command returned False; or with 2 after a usage
+    error. For `diff`, see `ErrorHandling`.
     """
     errors.exit_code = 1  # a program may call `main` again after `diff`, which sets 2
     log_visibly()
@@ -87,7 +88,7 @@ def _show_traceback() -> None:
 def _end_output(error: OSError) -> NoReturn:
     # Python flushes standard output again when it exits, and would print a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno != errno.EPIPE:  # `penstock ls | head` closes the pipe early, no error
+    if error.errno != errno.EPIPE:  # no error: `penstock ls | head` closes the pipe early
         what = error.filename or "standard output"
         sys.stderr.write(f"penstock: {what}: {error.strerror or error}\n")
     sys.exit(errors.exit_code)

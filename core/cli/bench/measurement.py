@@ -57,8 +57,8 @@ _PILOT_BYTES = 64 << 20
 _TENSORS = 16
 _SLICE_BYTES = 1 << 20
 _SMALL_TENSOR_BYTES = 64 << 10
-_OVERHEAD_S = 0.3  # of a save and restore of nothing, roughly
-_PASSES = 2.5  # a round writes once and reads once, in more time than a raw loop
+_OVERHEAD_S = 0.3  # roughly the time of a save and a restore of no data
+_PASSES = 2.5  # a case writes and reads the state once, more slowly than a raw loop: 2.5, not 2
 
 _ENGINE: Mapping[str, tuple[int | str, ...]] = {
     "chunk_bytes": (4 << 20, 16 << 20, 64 << 20),
@@ -83,11 +83,12 @@ class Figures:
     """The results of one round, or the medians of several rounds.
 
     Attributes:
-        save_bytes_per_s: The speed until a save is durable.
+        save_bytes_per_s: The speed of a save, which ends when the checkpoint is durable.
         restore_bytes_per_s: The speed of a restore, from a cold cache if `Report.cold`.
-        partial_s: Seconds to read 1 MiB of a tensor, averaged over 16 reads of one open checkpoint.
-        save_cores: CPU seconds per second of saving.
-        restore_cores: CPU seconds per second of restoring.
+        partial_s: Seconds to read 1 MiB of a tensor, or all of a smaller tensor: the time to open
+            the checkpoint and to read from 16 tensors, divided by 16.
+        save_cores: The cores that a save keeps busy: CPU seconds per second.
+        restore_cores: The same for a restore.
     """
 
     save_bytes_per_s: float
@@ -104,10 +105,11 @@ class Row:
     Attributes:
         kind: The kind of change: an option of the engine or of the backend, the state, or the
             number of processes; `default` for no change.
-        option: The option's name; `tensor_bytes` for `state`, `processes` for `processes`.
-        value: The option's value.
-        median: The medians.
-        rounds: All rounds.
+        option: The option's name; `tensor_bytes` for `state`, `processes` for `processes`, None for
+            `default`.
+        value: The option's value; None for `default`.
+        median: The medians of the rounds.
+        rounds: The figures of each round in which the time sufficed for this case.
     """
 
     kind: Kind
@@ -123,7 +125,7 @@ class Raw:
 
     Attributes:
         blobs: The number of blobs written and read at once.
-        write_bytes_per_s: The speed until the bytes are durable.
+        write_bytes_per_s: The speed of writing, until the bytes are durable.
         read_bytes_per_s: The speed of reading them back.
     """
 
@@ -138,11 +140,12 @@ class Report:
 
     Attributes:
         url: The store.
-        engine: The backend.
-        direct_io: Whether the page cache is bypassed.
-        local: Whether the store is a folder of this machine, so that plain system calls measured
-            its raw limit.
-        cold: Whether no read of the default case came from the page cache.
+        engine: The name of the backend.
+        direct_io: Whether the backend bypasses the page cache.
+        local: Whether the store is a folder of this machine. If so, plain system calls measured its
+            raw limit; if not, the backend did.
+        cold: Whether no blob read of the default case can have come from the page cache; always
+            False if not `local`.
         cores: The cores that this process may use.
         bytes: The size of the state.
         raw: The raw limit.
@@ -175,12 +178,16 @@ class Case:
 
     @property
     def change(self) -> dict[str, Any]:
-        """The option and its value, as keywords."""
+        """The option and its value, as keywords; empty for the default."""
         return {} if self.option is None else {self.option: self.value}
 
 
 def cases_of(spec: str | BackendConfig, options: Mapping[str, Any], backend: Backend) -> list[Case]:
-    """Return the default, then each other value of each option that the user has not set."""
+    """Return the cases to measure.
+
+    These are the default, each other value of each option that the user has not set, a state of
+    small tensors, and, if other processes can open the store, several processes at once.
+    """
     fields = default_registry().backend_class(backend.name).Config.model_fields
     if isinstance(spec, BackendConfig):
         fixed = {*options, *spec.options}
@@ -208,7 +215,7 @@ def cases_of(spec: str | BackendConfig, options: Mapping[str, Any], backend: Bac
 
 
 def label_of(option: str | None, value: int | str | None) -> str:
-    """Return a case as a user writes it: `chunk_bytes = 4.0 MiB`."""
+    """Return a case as text, such as `chunk_bytes = 4.0 MiB`, or `default`."""
     if option is None:
         return "default"
     sized = isinstance(value, int) and value and option.endswith("_bytes")
@@ -230,13 +237,14 @@ def run_sweep(
         spec: A path, a URL or a table.
         options: Options of the engine that all cases share; they are not swept.
         size: The bytes of the state; default: as many as the store, memory and time allow.
-        rounds: How often to measure each case, in turn with the others.
-        seconds: No further case begins after this time, but the default is always measured.
+        rounds: How often to measure each case; each round measures all cases once.
+        seconds: No further case begins after this time, but the raw limit and the default are
+            measured at least once.
         on_progress: Called before each case; `bytes_total` covers all rounds.
 
     Raises:
-        ConfigError: The run is in tiers.
-        StorageFullError: There is no room.
+        ConfigError: The run is in tiers, or the memory is too small for `size`.
+        StorageFullError: The store has too little room.
         StorageError: The store failed.
     """
     with scratch_place(spec) as (backend, prefix):
@@ -262,8 +270,8 @@ class _Sweep:
         found: dict[Case, list[Figures]] = {case: [] for case in cases}
         steps: list[int | Case] = [*raw, *cases]
         for number in range(1, rounds):
-            # In another order, so that a case does not always find the store's caches as the same
-            # case left them.
+            # Each round has its own order: otherwise a case would always run after the same other
+            # case, with the store's caches as that case left them.
             steps += random.Random(number).sample([*raw, *cases], len(raw) + len(cases))  # noqa: S311
         for done, step in enumerate(steps):
             if self.deadline.is_over() and done > len(raw):  # the default is measured in any case
@@ -352,7 +360,7 @@ class _Task:
             with Checkpointer(
                 place, ranks="alone", io_timeout_s=STUCK_S, **self.options
             ) as checkpointer:
-                # The work of a first save alone, such as imports, is not measured.
+                # Not measured: a first save has additional work, such as imports.
                 checkpointer.save({"warm": state["tensors"]["0"]}, 1, mode="blocking")
                 return self._measured(checkpointer, backend, state, barrier)
 
@@ -402,7 +410,7 @@ def _timed(
 
 
 def _dropped(backend: Backend, root: Path | None, prefix: str) -> bool:
-    """Drop all files below the prefix from the page cache; return whether blob reads bypass it."""
+    """Drop all files below the prefix from the page cache; return whether no blob can be in it."""
     if root is None:
         return False
     gone = {info.name: drop_cache(root / info.name) for info in backend.list(prefix)}
@@ -416,7 +424,7 @@ _barrier: threading.Barrier | None = None
 def _begin_process(barrier: threading.Barrier) -> None:
     global _barrier  # noqa: PLW0603 - an initializer has no other way to pass something on
     _barrier = barrier
-    logging.disable(logging.WARNING)  # the command has printed the same
+    logging.disable(logging.WARNING)  # the command has already printed the same warnings
 
 
 def _run_in_process(task: _Task) -> _Spans:
@@ -433,15 +441,15 @@ def _in_processes(task: _Task, count: int) -> list[_Spans]:
     context = get_context("spawn")
     barrier = context.Barrier(count)
     with ProcessPoolExecutor(count, context, _begin_process, (barrier,)) as pool:
-        # Ctrl-C reaches the whole group. The processes inherit the blocked signal; the command
-        # waits for them, then removes everything.
+        # Ctrl-C sends SIGINT to these processes too. It is blocked while they start, since they
+        # inherit that: they finish, this process waits for them, then removes everything.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             futures = [pool.submit(_run_in_process, task) for _ in range(count)]
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         errors = [error for future in futures if (error := future.exception()) is not None]
-    # A process that only waited for a failed process does not know the reason.
+    # The error of a process that waited for the failed one shows no reason: it comes last.
     errors.sort(key=lambda error: not isinstance(error, PenstockError))
     if errors and not isinstance(errors[0], PenstockError):
         msg = f"one of {count} processes of the measurement failed: {errors[0]!r}"
@@ -475,7 +483,8 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
     """Return the size to use: the user's, or one that takes little of the free space and memory.
 
     Raises:
-        StorageFullError: The size does not fit.
+        ConfigError: The user's size does not fit into memory.
+        StorageFullError: The size does not fit into the store.
     """
     free = backend.free_bytes()
     memory = min(machine_memory(), container_memory() or MOST_BYTES << 20)
@@ -496,5 +505,8 @@ def _size_that_fits(backend: Backend, wanted: int | None) -> int:
             raise ConfigError(msg)
         if free is None or least <= free:
             return wanted
-    msg = f"{backend.url} has {size_text(free or 0)} free, but this needs {size_text(least)}"
+    msg = (
+        f"{backend.url} has {size_text(free or 0)} free, but this needs {size_text(least)}: make "
+        "room, or choose a smaller --size"
+    )
     raise StorageFullError(msg)

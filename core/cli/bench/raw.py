@@ -65,10 +65,10 @@ class Speed:
 def measure(
     backend: Backend, limit_bytes: int, *, root: Path | None, stuck_s: float | None = None
 ) -> Speed:
-    """Write and read up to `limit_bytes`, or as much as the store does in a few seconds.
+    """Write, then read, `limit_bytes`, or less if the store would take more than a few seconds.
 
-    The size depends on the speed of a small first blob. The bytes read are compared. If this
-    process is killed, `prune` finds the remaining blobs.
+    The speed of a small first blob decides how much to write. The bytes read are compared with the
+    bytes written. If this process is killed, `prune` finds the remaining blobs.
 
     Args:
         backend: The store.
@@ -77,7 +77,8 @@ def measure(
         stuck_s: The seconds after which the store counts as stuck; None waits forever.
 
     Raises:
-        StorageError: The store failed; nothing remains in it.
+        StorageError: The store failed. The blobs were deleted, unless that failed too.
+        StorageTimeoutError: The store took longer than `stuck_s`.
     """
     loop = _BlobLoop(backend, root, check=True)
 
@@ -93,12 +94,13 @@ def measure(
 def measure_limit(
     backend: Backend, size: int, *, root: Path | None, blobs: int, stuck_s: float
 ) -> Speed:
-    """Write and read `size` bytes in `blobs` blobs at once.
+    """Write, then read, up to `size` bytes in all, in `blobs` blobs at once.
 
-    Uses plain system calls for a folder of this machine, and the backend for any other store.
+    Writes for `Timing.probe_s` at most. Uses plain system calls for a folder of this machine, and
+    the backend for any other store.
 
     Raises:
-        StorageError: The store failed; nothing remains in it.
+        StorageError: The store failed. The blobs were deleted, unless that failed too.
         StorageTimeoutError: The store took longer than `stuck_s`.
     """
     loops: list[_Loop] = [
@@ -118,7 +120,7 @@ def _watched(
 
 
 def _run(loops: Sequence[_Loop], size: int) -> Speed:
-    """Run all loops at once; each writes, then reads, a new blob of `size` bytes."""
+    """Let all loops at once write a new blob of up to `size` bytes; then let all read theirs."""
     try:
         began = time.monotonic()
         sizes = _at_once([partial(loop.write, size) for loop in loops])
@@ -131,7 +133,7 @@ def _run(loops: Sequence[_Loop], size: int) -> Speed:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    # Daemonic threads: an executor's would keep the process from ending if the store hangs.
+    # Daemon threads: if the store hangs, an executor's threads would keep the process from ending.
     found = call_all_with_deadline("probe", calls, NEVER, TimeoutError)
     for error in found:
         if isinstance(error, BaseException):
@@ -155,7 +157,7 @@ class _Loop(ABC):
 
     @abstractmethod
     def _write(self, size: int) -> int:
-        """Write the blob durably until `Timing.probe_s` is over; return the bytes written."""
+        """Write up to `size` bytes, until `Timing.probe_s` is over; return how many are durable."""
 
     @abstractmethod
     def _read(self, parts: Sequence[tuple[int, memoryview]]) -> None:
@@ -169,7 +171,8 @@ class _Loop(ABC):
     def read(self, size: int) -> tuple[float, bool]:
         """Read the blob back; return the seconds of the reads alone, and whether the bytes match.
 
-        If they match, the loop's memory holds the written bytes again, for the next write.
+        Bytes that are not compared count as matching. If they match, the loop's memory holds the
+        written bytes again, as the next write needs them.
         """
         if self._root is not None:
             drop_cache(self._root / self._name)
@@ -259,7 +262,7 @@ class _FileLoop(_Loop):
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """Open the file; map OSErrors to StorageError."""
+        """Open the file for the block; map OSErrors, also those of the block, to StorageError."""
         path = self._folder / self._name
         try:
             if flags & os.O_CREAT:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STUCK_S = 60.0
-"""A request that takes longer counts as stuck: unlike a save, a measurement should end soon."""
+"""A request that takes longer counts as stuck. A save waits much longer (`io_timeout_s`)."""
 
 
 class Below(DelegatingBackend):
@@ -90,12 +90,12 @@ class Below(DelegatingBackend):
 def spec_with(
     spec: str | BackendConfig, backend: Backend, changes: Mapping[str, Any]
 ) -> str | dict[str, Any]:
-    """Return the spec with options added that it does not have yet.
+    """Return `spec` with the options `changes` added.
 
     Args:
         spec: A path, a URL or a table.
         backend: The backend that `spec` opens.
-        changes: The options; an empty mapping keeps a path unchanged.
+        changes: Options that `spec` does not set; if empty, a path or URL is returned unchanged.
     """
     if isinstance(spec, BackendConfig):
         return {"type": spec.type, **spec.options, **changes}
@@ -110,7 +110,8 @@ def spec_with(
 def scratch_place(spec: str | BackendConfig) -> Iterator[tuple[Backend, str]]:
     """Open a store, choose a prefix for a measurement, and remove everything below it at the end.
 
-    If this process is killed, `prune` finds the remains like those of a broken save.
+    If the removal fails, prints a warning that says where the remains are. If this process is
+    killed, `prune` finds the remains like those of a broken save.
 
     Raises:
         ConfigError: The run is in tiers.
@@ -150,21 +151,23 @@ def in_time(
 ) -> T:
     """Make a store call on its own thread, and return its result.
 
-    In the main thread, the exception of a signal handler could leave a lock of the store held
-    forever.
+    The main thread would not do: there, an exception from a signal handler could leave a lock of
+    the store held forever.
 
     Args:
         backend: The store.
         call: The call.
         stuck_s: The seconds after which the store counts as stuck; None waits forever.
-        cancel: Called when the wait ends early.
+        cancel: Asks `call` to end; called at Ctrl-C, or if the store is stuck.
 
     Raises:
         StorageTimeoutError: The call took longer than `stuck_s`.
     """
 
     def late() -> StorageTimeoutError:
-        return StorageTimeoutError(f"{backend.url} did not answer for {stuck_s:g} s")
+        return StorageTimeoutError(
+            f"{backend.url} did not answer for {stuck_s:g} s: check that it can be reached"
+        )
 
     timing = current_timing()
     return call_with_deadline("bench", call, Deadline(stuck_s), late, timing=timing, cancel=cancel)
@@ -173,7 +176,7 @@ def in_time(
 def _check_usable(backend: Backend) -> None:
     if backend.tiers:
         names = ", ".join(f"{tier.name} ({tier.backend.url})" for tier in backend.tiers)
-        msg = f"the run is in tiers: measure them one by one, each by its URL: {names}"
+        msg = f"the run is in tiers; measure each of them by its own URL: {names}"
         raise ConfigError(msg)
     backend.check_writable()
 
@@ -185,9 +188,10 @@ def remove(backend: Backend, prefix: str) -> None:
 
 @contextmanager
 def without_traces(root: Path | None) -> Iterator[None]:
-    """Remove the folders that are created in the block, even after SIGTERM or SIGHUP.
+    """Remove those of `root` and its parents that the block creates, if they are empty at its end.
 
-    By default these signals end Python without running `finally`. So they raise SystemExit here.
+    By default SIGTERM and SIGHUP end Python without running `finally`. In the block they raise
+    SystemExit, so that the folders are removed then too.
     """
     missing = []
     if root is not None:

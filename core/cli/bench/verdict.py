@@ -31,7 +31,7 @@ class Choice:
 
     Attributes:
         row: The option with its value.
-        gains: The median speedup of each kind of work.
+        gains: By kind of work, the median speed as a multiple of the default's.
     """
 
     row: Row
@@ -47,7 +47,7 @@ def raw_limits(report: Report) -> tuple[float, float]:
 
 
 def limit_of(report: Report) -> str:
-    """Describe the measured limit of saves and restores, with advice if they only wait."""
+    """Describe what limits saves and restores, with advice if they mostly wait."""
     write, read = raw_limits(report)
     default = report.rows[0].median
     save = _reason(report, "save", default.save_bytes_per_s / write, default.save_cores)
@@ -83,9 +83,10 @@ def _reason(report: Report, work: Work, share: float, cores: float) -> str:
 def choices(report: Report) -> list[Choice]:
     """Return the best value of each option, if it is better than the default.
 
-    A better value speeds up the median of some kind of work by more than the noise and by more
-    than the rounds of either case differ. It slows no work down by more than the noise. Disjoint
-    rounds alone prove little, since they are common among dozens of comparisons.
+    A value is better if the median of some kind of work (save, restore, partial read) is faster
+    than the default's by more than `NOISE` and by more than the rounds of either case differ, and
+    no kind of work is slower by more than `NOISE`. Both cases need two rounds. It would not
+    suffice that all rounds of a value are faster: among dozens of values, chance makes some so.
     """
     default, *others = report.rows
     best: dict[str, Choice] = {}

@@ -1,4 +1,4 @@
-"""The commands: the arguments, help, work and output of each, in modules of one or more commands.
+"""The commands: each module has one or a few, with their arguments, help, work and output.
 
 A module here is imported only when its command runs.
 """

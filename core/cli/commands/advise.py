@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.core.reporting.reports import SaveInterval
 
 _NEWEST = 9
-"""The number of newest saves to take medians of. Older ones may be of another store or state."""
+"""The number of newest saves whose times count: older ones may be of another store or state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,10 @@ def advise(
     ] = None,
     overhead: Annotated[
         float | None,
-        typer.Option(help="Largest share of the time that saves may take; default: 0.01."),
+        typer.Option(
+            help="Largest share of training time that saves may cost; default: the "
+            "configuration's, or 0.01."
+        ),
     ] = None,
     step_s: Annotated[float | None, typer.Option(min=0, help="Seconds of a step.")] = None,
     blocked_s: Annotated[
@@ -71,8 +74,8 @@ def advise(
 ) -> None:
     """Compute how often a run should save, and what a crash then loses.
 
-    The rule is that of `schedule.every = "auto"` in a training run. Takes the times from the
-    checkpoints of the run, and from --events. Options replace them.
+    The rule is that of `schedule.every = "auto"` in a training run. The times come from the
+    checkpoints of the run and from --events; a time given as an option replaces them.
 
     Examples:
       penstock advise runs/gpt --mtbf 3h --blocked-s 0.04
@@ -112,8 +115,8 @@ def advise(
         print_line(f"{text} {duration_text(inputs[key].seconds)}: {origin}")
     if schedule.mtbf_s is None:
         print_line(
-            "these are the shortest intervals that the overhead allows; pass --mtbf to fit them to "
-            "the failures of the job"
+            "these are the shortest intervals that the overhead and the time of a save allow; pass "
+            "--mtbf to fit them to the failures of the job"
         )
 
 

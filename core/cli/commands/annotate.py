@@ -30,7 +30,7 @@ def annotate(
     url: Url,
     step: _Step,
     pairs: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE", help="JSON; anything else is text.")
+        list[str], typer.Argument(metavar="KEY=VALUE", help="VALUE is JSON; anything else is text.")
     ],
     *,
     as_json: Json = False,
@@ -91,11 +91,6 @@ def _parsed(pairs: Iterable[str]) -> dict[str, Any]:
 def _add(
     url: str, step: int, metadata: Mapping[str, Any], tags: Mapping[str, bool], *, as_json: bool
 ) -> None:
-    """Add metadata and tags to a checkpoint, and print the result.
-
-    Raises:
-        PenstockError: As for `Catalog.annotate`.
-    """
     checked = check_metadata(metadata)
     for tag in tags:
         check_tag(tag)

@@ -95,7 +95,9 @@ def tune(
     seconds: _Seconds = 90.0,
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Read the output of `bench --json`."),
+        typer.Option(
+            "--from", metavar="FILE", help="Use this output of `bench --json` instead of measuring."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -106,8 +108,9 @@ def tune(
 ) -> None:
     """Write the best configuration for runs at URL, with the reasons.
 
-    Measures like `penstock bench`. Sets an option if it sped up saves, restores or partial reads
-    by more than 5 % and by more than the rounds differ, and slowed none of them by 5 %.
+    Measures like `penstock bench`. Sets an option if it made saves, restores or partial reads
+    faster by more than 5 % and by more than the rounds differ, and none of them slower by more
+    than 5 %.
 
     Examples:
       penstock tune /nvme/new-run --out penstock.toml
@@ -179,7 +182,7 @@ def _print(report: Report) -> None:
     if not report.rows[1:]:
         print_line("there was no time to measure other options: raise --seconds")
     if not report.cold:
-        print_line("restores may read from a cache, which could not be dropped")
+        print_line("restores may have read from a cache that could not be dropped")
     print_line("")
     print_line(limit_of(report))
 
@@ -207,7 +210,8 @@ def _read(path: Path, url: str) -> Report:
     """Read the output of `bench --json`.
 
     Raises:
-        ConfigError: The file is not such output, or is for another store than `url`.
+        ConfigError: The file cannot be read, is not such output, or is for another store than
+            `url`.
     """
     try:
         report = TypeAdapter(Report).validate_json(path.read_bytes())
@@ -216,18 +220,21 @@ def _read(path: Path, url: str) -> Report:
         raise ConfigError(msg) from error
     except ValidationError as error:
         odd = sorted({str(one["loc"][0]) for one in error.errors() if one["loc"]})
-        why = f"missing or wrong: {', '.join(odd)}" if odd else "it is not JSON"
+        why = f"missing or wrong: {', '.join(odd)}" if odd else "it is not a JSON object"
         msg = f"{path} is not the output of `penstock bench --json`: {why}"
         raise ConfigError(msg) from error
     with closing(open_backend(backend_of(url))) as backend:
         if backend.url != report.url:
-            msg = f"{path} holds measurements of {report.url}, not of {backend.url}"
+            msg = (
+                f"{path} holds measurements of {report.url}, not of {backend.url}: to measure that "
+                "store, leave out --from"
+            )
             raise ConfigError(msg)
     return report
 
 
 def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
-    """Return the TOML, with the reason in a comment before each option."""
+    """Return the configuration as TOML, with a comment that gives the reason for each option."""
     default = report.rows[0].median
     lines = [
         f"# Measured with {size_text(report.bytes)} by `penstock bench`, each option alone.",
@@ -238,10 +245,10 @@ def _configuration(url: str, report: Report, found: Sequence[Choice]) -> str:
     ]
     twice = [label_of(r.option, r.value) for r in report.rows[1:] if len(r.rounds) > 1]
     if not twice:
-        lines.append("# No option was measured twice, so none is set: raise --seconds.")
+        lines.append("# No option was measured twice, so none is set: raise --seconds or --rounds.")
     elif not found:
         shown = ", ".join(twice)
-        lines.append(f"# None of these was better by more than {NOISE:.0%} and noise: {shown}.")
+        lines.append(f"# None of these was clearly better (by more than {NOISE:.0%}): {shown}.")
     for choice in found:
         row, gains = choice.row, choice.gains
         times = ", ".join(f"{work} {gain:.2f}" for work, gain in gains.items())

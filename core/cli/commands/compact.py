@@ -50,9 +50,9 @@ def compact(
 ) -> bool:
     """Rewrite checkpoints that need other checkpoints' data, so that they need none.
 
-    They keep their steps and restore to the same values, and data that is no longer needed is
-    freed. The run may take more space afterwards; --dry-run shows about how much. Exits with 1 if a
-    checkpoint could not be compacted; that checkpoint is unchanged.
+    The checkpoints keep their steps and restore to the same values. Data that is no longer needed
+    is freed, but the run may still take more space afterwards; --dry-run shows about how much.
+    Exits with 1 if a checkpoint could not be compacted; that checkpoint is unchanged.
 
     Examples:
       penstock compact runs/gpt --dry-run
@@ -60,7 +60,7 @@ def compact(
       penstock compact runs/gpt 100 200
     """
     if everything and steps:
-        msg = "--all takes every checkpoint of a chain; leave out the steps"
+        msg = "--all takes every checkpoint that needs data of others; leave out the steps"
         raise typer.BadParameter(msg)
     with (
         closing(open_backend(url, must_exist=True)) as backend,

@@ -57,13 +57,13 @@ class Copied:
         generation: The generation at the target.
         objects: The number of objects in the copy.
         bytes_stored: The bytes of the copy's own blobs.
-        bytes_copied: The bytes of blobs that were written, including borrowed ones.
+        bytes_copied: The bytes of blobs that were written, including those that the copy borrows.
         bytes_kept: The bytes of blobs that the target already had: an interrupted copy wrote
             them, or another checkpoint there needs them too.
         seconds: The duration of the copy.
         error: The reason for a failure.
-        rounded_by: For a re-encoded copy, the lossy codecs of the copied objects: the copy has the
-            values that these codecs rounded.
+        rounded_by: For a re-encoded copy, the lossy codecs by which the source stores the copied
+            objects. Their rounded values are what was copied.
         entries_copied: The number of entries of the checkpoint's log that were copied.
         log_left_out: Why not all of the log was copied; empty if it was.
     """
@@ -87,11 +87,13 @@ class Copied:
 def wanted_rules(
     codecs: Sequence[str] | None, file: str | None, *, raw: bool
 ) -> dict[str, Any] | None:
-    """Return the configuration for these options, `rules` and perhaps `deltas`; None without any.
+    """Return the configuration that these options ask for; None if no option is given.
+
+    It has the key `rules`, and also `deltas` if the file has that.
 
     Raises:
-        ConfigError: The file cannot be read or has no rules; or a codec needs options or
-            another codec after it.
+        ConfigError: The file cannot be read or has no rules; a codec needs options; or `delta` is
+            the only codec.
         PluginError: A codec is not installed.
     """
     if raw:
@@ -147,7 +149,7 @@ def copy(  # noqa: PLR0913 - its options
             "encode against the newest earlier step that TO has.",
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Store again without any codec.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Encode again, without any codec.")] = False,
     rules: Annotated[
         str | None,
         typer.Option(
@@ -161,7 +163,10 @@ def copy(  # noqa: PLR0913 - its options
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another checkpoint at that step.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace a different checkpoint that TO has at that step."
+        ),
     ] = False,
     rate: Annotated[
         int | None,
@@ -170,16 +175,16 @@ def copy(  # noqa: PLR0913 - its options
     trust: Annotated[
         bool,
         typer.Option(
-            "--trust", help="Do not read again the blobs that an interrupted copy wrote there."
+            "--trust", help="Do not read again the blobs that an interrupted copy wrote to TO."
         ),
     ] = False,
     as_json: Json = False,
 ) -> bool:
     r"""Copy checkpoints to another run, by default the latest one.
 
-    Without options that select or encode, the copy is identical, byte for byte. Every checksum is
-    compared on the way, and the checkpoint appears at the target only when it is whole and durable
-    there. The same command continues an interrupted copy.
+    Without options that select or encode, the copy is identical, byte for byte; if it is
+    interrupted, the same command continues it. Every checksum is compared on the way, and the
+    checkpoint appears at the target only when it is whole and durable there.
 
     Examples:
       penstock copy runs/gpt s3://bucket/gpt
@@ -264,7 +269,7 @@ def _check_two_runs(source: Backend, target: Backend, *, anew: bool) -> None:
         both = "" if source.url == target.url else f" and {target.url}"
         msg = (
             f"FROM and TO are the same run, {source.url}{both}: give another place to copy to, or "
-            "options to encode its checkpoints again, with --overwrite"
+            "encode the checkpoints again with --overwrite and, for example, --codec"
         )
         raise ConfigError(msg)
 
@@ -319,7 +324,7 @@ class _Copier:
         )
 
     def _copy(self, record: CommitRecord, bar: ProgressBar) -> Copied:
-        stored = record  # under its own generation: `_above` renames only the copy
+        stored = record  # with the generation that the source has: `_above` raises the copy's only
         if self.overwrite:
             record = self._above(record)
         total, done = record.bytes_needed, 0
@@ -369,11 +374,11 @@ class _Copier:
         moved: Callable[[int], None],
         error: DamagedError,
     ) -> CopyReport:
-        """Copy from a slower tier, after damage in the fastest tier with this checkpoint."""
+        """Copy from a slower tier, since the copy in the fastest tier is damaged (`error`)."""
         for tier in self.source.tiers[1:]:
             if is_whole(tier.backend, stored):
                 warn(str(error))
-                warn(f"tier {tier.name} is tried instead")
+                warn(f"copying from tier {tier.name} instead")
                 try:
                     return self._copy_from(tier.backend, record, moved)
                 except DamagedError as another:
@@ -381,7 +386,7 @@ class _Copier:
         raise error
 
     def _above(self, record: CommitRecord) -> CommitRecord:
-        """Return the record with a higher generation than any of its step at the target."""
+        """Return `record`, with a generation above all those that the target has of its step."""
         generation = Catalog(self.target).next_generation(record.step)
         return replace(record, generation=max(record.generation, generation))
 

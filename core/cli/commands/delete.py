@@ -66,7 +66,7 @@ def delete(
     tier: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Only from this tier: fast, durable.", show_default="all"
+            metavar="NAME", help="Delete only from this tier: fast, durable.", show_default="all"
         ),
     ] = None,
     as_json: Json = False,
@@ -189,7 +189,7 @@ def _deleted_step(backend: Backend, step: int, named: Mapping[str, str | None]) 
 def _unneeded(backend: Backend, chosen: Collection[int]) -> set[str]:
     """Return the uids whose data would be deleted with the chosen steps.
 
-    Empty while another commit record is unreadable: that record may need any of them.
+    Empty if a commit record of another step is unreadable, since it may need any of them.
     """
     survey = survey_run(backend)
     if any((parse_commit_name(name) or (-1,))[0] not in chosen for name in survey.unreadable):
@@ -240,7 +240,9 @@ def _print_kept(
     elif sum(one.size_bytes for one in doomed) > freed or any(
         len(one.uids) < one.generations for one in doomed
     ):
-        print_line("data that something else may need stays; `penstock prune` deletes leftovers")
+        print_line(
+            "some data stays, since another record may need it; `penstock prune` deletes leftovers"
+        )
 
 
 def _left(steps: Sequence[int]) -> str:
@@ -268,8 +270,8 @@ def prune(
         bool,
         typer.Option(
             "--all",
-            help="Also delete data that may lack only its commit record: of a run without any, and "
-            "of saves that broke off right before their commit.",
+            help="Also delete saves that lack only their commit record: those that broke off right "
+            "before their commit, and all data of a run without commit records.",
         ),
     ] = False,
     yes: Yes = False,
@@ -278,9 +280,9 @@ def prune(
     """Delete the data that crashed saves left behind, and show how much was freed.
 
     Checkpoints are never touched. If a commit record is unreadable, deletes nothing and exits with
-    1, since that checkpoint may need any data. Does the same if there is old data but no commit
-    record, since the run may be a copy in flight; --all deletes that data too, asks first, and
-    respects --grace.
+    1, since that checkpoint may need any data. Does the same if the run has old data but no commit
+    record, since the run may be a copy in flight. With --all, asks, and then deletes that data too
+    if it is older than --grace.
 
     Examples:
       penstock prune runs/gpt --dry-run
@@ -290,8 +292,8 @@ def prune(
     with closing(open_backend(url, must_exist=True, light=True)) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
-        # The report does not count the bytes of overwritten generations, whose records are deleted
-        # too: they are measured here, before and after.
+        # Overwritten generations are deleted too, but the report does not count their bytes: those
+        # are measured here, before and after.
         replaced = {uid for uid in uids_named(backend, report.superseded).values() if uid}
         before = data_bytes(backend, replaced)
         superseded_bytes = before
@@ -356,8 +358,8 @@ def _print_pruned(report: PruneReport, superseded_bytes: int, grace_s: float) ->
     if report.unrecorded:
         print_line(
             f"kept, since only the commit record is missing and may still arrive: "
-            f"{counted(len(report.unrecorded), 'attempt')}; prunable after a later checkpoint, or "
-            "with --all"
+            f"{counted(len(report.unrecorded), 'attempt')}; `prune` deletes this data after a "
+            "later checkpoint, or with --all"
         )
     if not report.uids and not report.superseded:
         print_line(f"nothing to prune: no leftovers older than {_time_text(grace_s)}")

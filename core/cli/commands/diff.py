@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend
     from penstock.core.diff.checkpoints import Change, CheckpointDiff
 
-# With norms, which need the width, dtype and shape are dropped first, so that paths stay unique.
+# Each norm's title and `Column.keep`. With norms, a narrow terminal first drops dtypes and shapes
+# (the columns A and B), so that it need not cut paths until they look alike.
 _NORMS = {
     "max_abs": ("MAX", 9),
     "l2": ("L2", 7),

@@ -56,7 +56,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _NO_FOLDER = " is not a folder"
 
 _FILES_WANTED = 4096
-_BLOB_BYTES = 1 << 40  # blobs may come near this: warn of a lower limit of file sizes
+_BLOB_BYTES = 1 << 40  # blobs may be about this large: warn if a file must be smaller
 _LITTLE_SPACE = 0.05
 _FEW_INODES = 10_000
 _SKEW_S = 30.0
@@ -67,7 +67,7 @@ _NOT_A_DISK = {
     "tmpfs": _IN_MEMORY,
     "ramfs": _IN_MEMORY,
     "overlay": "a layer of a container, slow, and deleted with it: mount a volume for checkpoints",
-    "9p": "a folder of a virtual machine's host, slow, with a weak fsync: use the machine's disk",
+    "9p": "a folder of the virtual machine's host, slow, with a weak fsync: use a virtual disk",
     "nfs": _ON_NETWORK,
     "nfs4": _ON_NETWORK,
     "cifs": "a network file system without POSIX links: exclusive publishing may not work",
@@ -80,12 +80,12 @@ _URING = {
     "ENOSYS": "use Linux 5.6 or later, and a container that allows io_uring",
     "ENOMEM": "raise RLIMIT_MEMLOCK (ulimit -l), which limits rings before Linux 5.12",
 }
-"""The advice, by part of the reason why io_uring does not work."""
+"""The advice, by a text that occurs in the reason why io_uring does not work."""
 
 _USES_URING = {"uring", "lustre"}
 _UNRECORDED = (
     "if the run was copied, copy the files of its folder `commits` too; if saves broke off right "
-    "before their commit, the next checkpoint proves their data to be garbage"
+    "before their commit, their data can be pruned after the next checkpoint"
 )
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -141,7 +141,7 @@ def doctor(
     """
     probe_bytes = probe_size if probe else 0
     checks = [_uring()]
-    given: object = url  # of a configuration, a table
+    given: object = url  # a table, if the configuration file has one
     shown = shown_url(given) if isinstance(given, str) else "the backend of the configuration"
     # A check reports, with advice, that io_uring is not used.
     no_warning = quiet(OPENING, logging.ERROR)
@@ -158,7 +158,7 @@ def doctor(
         found = str(error) if isinstance(error, PenstockError) else said(error)
         if len(checks) == 1:
             checks += _check_process()
-            checks.append(Check("open", "fail", found, "it cannot be used: fix this first"))
+            checks.append(Check("open", "fail", found, "the store cannot be used: fix this first"))
         else:
             checks.append(Check("close", "fail", found, "fix the backend"))
     ok = all(check.status != "fail" for check in checks)
@@ -186,9 +186,9 @@ def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
 
 
 def _check_answer(backend: Backend) -> Check | None:
-    """Return a finding if a tier does not answer; None if it answers, or if it is a folder.
+    """Return a finding if a tier does not answer; None if it answers.
 
-    The checks of folders report a better reason.
+    Also None if a folder fails as a store: the checks of folders report a better reason.
     """
     advice = "check that it can be reached"
     try:
@@ -230,7 +230,7 @@ def _check_place(backend: Backend, probe_bytes: int) -> list[Check]:
 
 
 def _may_use_uring(spec: Any) -> bool:
-    """Return whether a place in the run's configuration uses io_uring where io_uring works."""
+    """Return whether the run, or one of its tiers, would use io_uring if io_uring works."""
     if isinstance(spec, BackendConfig):
         spec = {"type": spec.type, **spec.options}
     if isinstance(spec, dict):
@@ -308,7 +308,7 @@ def _folder(folder: Path, *, exists: bool) -> Check:
 def _file_system(folder: Path) -> Check:
     mount = _mount_of(folder)
     if mount is None:
-        return Check("file system", "info", "unknown: /proc is not there")
+        return Check("file system", "info", "unknown: /proc does not show it")
     kind, source, point, read_only = mount
     values = {"type": kind, "source": source, "mounted_on": point}
     found = f"{kind} ({source} on {point})"
@@ -361,7 +361,7 @@ def _inodes(folder: Path) -> Check:
 
 
 def _check_process() -> list[Check]:
-    """Check memory, and the resource limits of a training process started here."""
+    """Check memory, and the resource limits that a training process started here would have."""
     return [_open_files(), _file_size(), _memory()]
 
 
@@ -400,7 +400,7 @@ def _memory() -> Check:
         available = machine_memory()
     except (OSError, StopIteration):  # a system without /proc/meminfo or its field
         values = {"available_bytes": None, "container_bytes": limit}
-        return Check("memory", "info", "unknown: /proc is not there", values=values)
+        return Check("memory", "info", "unknown: /proc does not show it", values=values)
     values = {"available_bytes": available, "container_bytes": limit}
     found = f"{size_text(available)} available"
     if limit is None or limit >= available:
@@ -421,7 +421,7 @@ def _check_store(backend: Backend, root: Path | None, probe_bytes: int) -> list[
     Writes a small record, and up to `probe_bytes` in blobs, and deletes them again. An error of
     the backend is a finding of its check; the other checks still run.
     """
-    # First, although listed later: if no record can be written, no speed is measured.
+    # The first check to run, though not the first listed: if it fails, no speed is measured.
     clock = _attempted("write a record", lambda: _clock(backend))
     checks = [
         _attempted("direct I/O", lambda: _direct(backend, root)),
@@ -488,8 +488,8 @@ def _clock(backend: Backend) -> Check:
         advice = "a save cannot write there: fix this first"
         return Check("write a record", "fail", str(error), advice, {"skew_s": None})
     after_s = time.time()
-    # The store read its clock between both times, so an offset between these bounds is not a skew.
-    # Neither are a few milliseconds: kernels round file times down.
+    # The store read its clock between both times, so the skew is 0 if `store_s` is between them.
+    # Beyond them, a few milliseconds mean nothing: kernels round file times down.
     early, late = store_s - after_s, store_s - before_s
     skew_s = 0.0 if early <= 0 <= late else min(early, late, key=abs)
     took = f"{(after_s - before_s) * 1000:.0f} ms"
@@ -515,7 +515,7 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     }  # fmt: skip
     if damaged:
         listed = ", ".join(map(str, damaged))
-        advice = "recover their commit records, or `penstock delete` them: until then `prune`"
+        advice = "recover these records, or `penstock delete` these steps: until then `prune`"
         found = f"{len(records)}; the commit records of steps {listed} cannot be read"
         return Check("checkpoints", "fail", found, f"{advice} deletes nothing", values)
     if size is None:
@@ -568,7 +568,7 @@ def _leftovers(backend: Backend, root: Path | None) -> Check:
 
 
 def _temporary_files(root: Path) -> list[os.stat_result]:
-    """Return the files below `root` left by interrupted publishes: names that begin with `~`."""
+    """Return the files of interrupted publishes below `root`: their names begin with `~`."""
     found = []
     for folder, _, names in os.walk(root):
         for name in names:
@@ -595,10 +595,10 @@ def _speed(backend: Backend, root: Path | None, limit_bytes: int) -> Check:
         return Check("speed", "fail", "the bytes read are not the bytes written", advice)
     write, read = round(speed.write_bytes_per_s), round(speed.read_bytes_per_s)
     values = {"bytes": speed.bytes, "write_bytes_per_s": write, "read_bytes_per_s": read}
-    cached = "" if backend.capabilities.direct_io else " (perhaps from memory)"
+    cached = "" if backend.capabilities.direct_io else " (perhaps from a cache)"
     found = (
-        f"writes {size_text(write)}/s until durable, reads {size_text(read)}/s"
-        f"{cached}; {size_text(speed.bytes)} of random bytes"
+        f"writes {size_text(write)}/s including the sync to durable storage, reads "
+        f"{size_text(read)}/s{cached}; measured with {size_text(speed.bytes)} of random bytes"
     )
     return Check("speed", "ok", found, values=values)
 

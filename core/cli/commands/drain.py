@@ -49,8 +49,9 @@ class DrainOutcome:
         before: The checkpoints that were pending at the beginning.
         left: The checkpoints that are still pending, as far as known.
         states: The state of each link between two tiers.
-        in_the_way: By step, a tier and the next tier, which has another save of that step.
-        silent: By tier, the reason why it does not answer; its content is unknown.
+        in_the_way: By pending step, the names of the tier that has it, and of the next tier, which
+            has a different save of that step.
+        silent: By tier, the reason why it could not be read or compared with the other tiers.
         stuck: Whether a copy was still in flight when the command gave up.
         seconds: The duration of the command.
     """
@@ -110,9 +111,9 @@ def drain(
 ) -> bool:
     r"""Copy the pending checkpoints in a run's faster tiers to slower ones.
 
-    A process that saves there does this in the background; use the command if no such process will
-    run. Leaves out checkpoints that such a process is copying. Exits with 1 if a checkpoint is
-    still pending.
+    A process that saves to the run does this in the background; use the command if no such process
+    will run. Leaves out checkpoints that such a process is copying. Exits with 1 if a checkpoint is
+    still pending, or if a tier could not be checked.
 
     Examples:
       penstock drain penstock.toml
@@ -147,8 +148,8 @@ def drain(
         )
     else:
         _print(outcome)
-    # A tier that does not answer, or an empty folder in its place, shows no marks. So every tier
-    # must be read before nothing counts as left.
+    # A tier that does not answer, or an empty folder in its place, shows no pending checkpoint, so
+    # an empty `left` means success only if every tier was read.
     return not (outcome.left or outcome.silent or outcome.stuck)
 
 
@@ -175,7 +176,7 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
             except StorageTimeoutError:
                 stuck = True
     steps = {step for state in states for step in (*state.unfinished(), *state.lost)}
-    left = [record for record in before if record.step in steps]  # if the tiers do not answer
+    left = [record for record in before if record.step in steps]  # used if tiers do not answer
     in_the_way: dict[int, tuple[str, str]] = {}
     if not stuck:
         known = silent.copy()
@@ -233,7 +234,7 @@ def _waiting(
 
 
 def _in_the_way(tiers: Sequence[Tier]) -> dict[int, tuple[str, str]]:
-    """Return, by pending step, a tier and the next tier that has another save of that step."""
+    """Return `DrainOutcome.in_the_way`."""
     found = {}
     for tier, following in pairwise(tiers):
         for record in pending(tier.backend):
@@ -292,6 +293,6 @@ def _print_failures(outcome: DrainOutcome) -> None:
             print_line(f"step {state.step} was on its way to tier {state.target}: {done}{hangs}")
     for name, why in outcome.silent.items():
         print_line(
-            f"tier {name} does not answer, so it may hold more to copy: {why}",
+            f"tier {name} could not be checked, so more may be left to copy: {why}",
             style="red",
         )

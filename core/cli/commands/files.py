@@ -52,7 +52,11 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
 def export(  # noqa: PLR0913 - its options
     url: Url,
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The file or folder to write; must not exist.")
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="The file or folder to write; must not exist, unless --overwrite is given.",
+        ),
     ],
     *,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="`safetensors`, `torch` or `dcp`.")],
@@ -155,7 +159,9 @@ def import_(  # noqa: PLR0913 - its options
     names_from: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Source of optimizers' parameter names: a path, file or run."
+            metavar="MODEL",
+            help="Where to find the names of an optimizer's parameters: the path of the model in "
+            "FROM, another file, or a run.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -188,7 +194,7 @@ def import_(  # noqa: PLR0913 - its options
                 overwrite=overwrite,
                 on_progress=bar,
             )
-    except StepExistsError as error:  # its advice is for callers in Python
+    except StepExistsError as error:  # its own advice is for callers in Python
         msg = (
             f"{run} has step {step} or a later one: choose a later --step, or save this one "
             "with --overwrite"

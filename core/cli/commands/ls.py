@@ -79,9 +79,10 @@ class Listed:
         error: The reason why the record is unreadable.
         tiers: For a run in tiers, the names of the tiers that have the record.
         waiting: Whether a tier still has to copy the checkpoint to the next one.
-        notes: The data of the commit record and of the checkpoint's notes; None without a record.
+        notes: The metadata and tags, from the commit record and from the checkpoint's notes; None
+            without a record.
         bytes_logged: The bytes of the checkpoint's log.
-        incomplete: Whether files of the checkpoint are on hosts that are not visible.
+        incomplete: Whether some files of the checkpoint are on hosts that are not part of this job.
     """
 
     step: int
@@ -116,8 +117,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a run: step, generation, age, sizes, ratio, state, metrics.
 
-    The state is `ok`, `damaged` where the commit record cannot be read, or `incomplete` if other
-    hosts have files of it; `penstock verify` checks the data. Reads one small record for each
+    The state is `ok`, `damaged` if the commit record cannot be read, or `incomplete` if some files
+    are only on other hosts; `penstock verify` checks the data. Reads only small records of each
     checkpoint, and the log of the newest.
 
     STORED is the size of the blobs, including the gaps that direct I/O needs; RATIO is RAW over
@@ -201,7 +202,7 @@ class Kept:
 
 
 def kept_for_borrowers(backend: Backend, records: Sequence[CommitRecord]) -> list[Kept]:
-    """Return the kept blobs of deleted checkpoints, those of known steps first."""
+    """Return the kept blobs of deleted checkpoints by step; those of unknown steps come last."""
     lent = borrowers_of_deleted_saves(records)
     lenders = find_lenders(records, lent)
     sizes = borrowed_bytes(backend, records, lent)
@@ -227,8 +228,8 @@ def _print_kept(kept: Sequence[Kept], url: str) -> None:
 
 def free_by_compacting(url: str) -> str:
     """Return advice on how to free kept data; `url` is as the user gave it."""
-    # Not "frees that": independent checkpoints may take more than the data kept for them, most of
-    # all if `share` has stored something once for many steps.
+    # Does not promise that compacting frees space: independent checkpoints may take more than the
+    # kept data, most of all if `share` has stored a chunk once for many steps.
     return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size after compacting"
 
 
@@ -277,7 +278,7 @@ def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]
 def _unrecorded(
     backends: Sequence[Backend], listed: Sequence[Listed]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return by uid: the steps of saves that lack only their commit record; the bytes of logs."""
+    """Return two mappings by uid: steps of saves that lack only a commit record; bytes of logs."""
     records = [one.record for one in listed if one.record is not None]
     steps = [one.step for one in listed]
     found: dict[str, int] = {}
@@ -292,7 +293,7 @@ def _unrecorded(
 
 
 def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | None, str]:
-    """Return the logged steps that a restore replays, if any; else why the log is unreadable."""
+    """Return the logged steps that a restore replays, or None; and the error of a bad log."""
     try:
         logs = logs_of(backend, newest.uid)
         last = last_step(logs)
@@ -439,7 +440,7 @@ def _tiers_text(one: Listed) -> str:
 
 
 def _base_cell(lenders: Mapping[str, LendingSave], record: CommitRecord) -> str | Cell:
-    """Return the step that a checkpoint is encoded against, and its state unless it is `ok`."""
+    """Return the step of the base, after the state of the base if that is not `ok`."""
     base = record.base
     if base is None:
         return "none"

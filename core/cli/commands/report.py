@@ -52,8 +52,8 @@ Chart = dict[str, Any]
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
-_LEAST_PART = 1 / 1000  # of the whole: a smaller box is just a line, and there may be millions
-_ROWS = 500  # of the table of checkpoints; the newest ones
+_LEAST_PART = 1 / 1000  # of the whole: smaller boxes look like lines, and may be millions
+_ROWS = 500  # the newest checkpoints, in the table
 _TITLES = (
     "step",
     "created",
@@ -199,8 +199,8 @@ def _summary(facts: RunFacts) -> Iterator[str]:
 
 def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
     text = (
-        "Areas are bytes in memory; colors show how many times smaller they are stored. Click a "
-        "box to zoom in."
+        "Areas are bytes in memory; colors show how many times smaller the stored bytes are. Click "
+        "a box to zoom in."
     )
     boxes = boxes_of(facts.objects, f"step {facts.step}")
     yield f"Sizes by path, step {facts.step}", text, size_map(boxes)
@@ -213,10 +213,10 @@ def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
     if gaps_of(facts):
         yield "Gaps", _about_gaps(facts), gaps(facts)
     if any(record.base is not None for record in facts.records):
-        text = "How many saves each checkpoint is away from one without a base."
+        text = "For each checkpoint, how many saves earlier the last one without a base was made."
         yield "Chains of deltas", text, chains(facts)
     if facts.tiers:
-        yield "Tiers", "Which tier has a whole copy of which checkpoint.", tiers(facts)
+        yield "Tiers", "The tiers that have a whole copy of each checkpoint.", tiers(facts)
 
 
 def _about_times(facts: RunFacts) -> str:
@@ -231,9 +231,9 @@ def _about_times(facts: RunFacts) -> str:
     )
     if reported < len(records):
         text += (
-            "Gray bars show what the run itself has: the time from the start of writing to the "
-            "commit, in whole seconds, without earlier blocked time and later copies to slower "
-            "tiers. Copied checkpoints have none. "
+            "Gray bars show what the run itself records: the time from start of writing until "
+            "commit, in whole seconds. It excludes the blocked time before, and later copies to "
+            "slower tiers. Copied checkpoints have no bar. "
         )
     if facts.unread:
         text += f"{counted(facts.unread, 'line')} of the event files could not be read."
@@ -244,7 +244,7 @@ def _about_gaps(facts: RunFacts) -> str:
     step, longest = max(gaps_of(facts), key=lambda gap: gap[1])
     unit, length = unit_of(longest)
     return (
-        "The time from commit to commit of the existing checkpoints; deleted ones between them "
+        "The time between the commits of neighboring checkpoints; deleted ones between them "
         f"make it longer. The longest is {longest / length:.3g} {unit}, before step {step}."
     )
 
@@ -281,11 +281,11 @@ def _row(one: Listed) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveTimes:
-    """The duration of a save, from its event.
+    """The times of a save, as its event reports them, in seconds.
 
     Attributes:
         blocked_s: The time for which training was blocked.
-        total_s: From the call until the checkpoint was durable.
+        total_s: The time from the call of `save` until the checkpoint was durable.
         step_s: The duration of a training step; None if the run did not use `Checkpointer.due`.
     """
 
@@ -305,7 +305,7 @@ class RunFacts:
         silent: By name, the reason why a tier does not answer.
         step: The step of the checkpoint whose objects are shown.
         objects: Its objects, in tree order.
-        commit_s: By uid, for saves without an event, the time from the start of writing to the
+        commit_s: By uid, for saves without an event, the seconds from the start of writing to the
             commit.
         times: By uid, the times in events.
         unread: The number of lines in the event files that are not events.
@@ -362,7 +362,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
 def read_events(files: Sequence[str]) -> tuple[dict[str, SaveTimes], int]:
     """Return the times of durable saves by uid, and the number of lines that are not events.
 
-    A killed process may leave half a line.
+    Such a line is no error: a process that was killed may have written only half of it.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -467,7 +467,7 @@ def sizes(facts: RunFacts) -> Chart:
 
 
 def save_times(facts: RunFacts) -> Chart:
-    """Return a chart of the seconds of each save: from events, else from the records."""
+    """Return a chart of the seconds of each save: from its event, or else from `commit_s`."""
     records = facts.records
     reported = [record for record in records if record.uid in facts.times]
     unreported = [r for r in records if r.uid not in facts.times and r.uid in facts.commit_s]
@@ -482,7 +482,7 @@ def save_times(facts: RunFacts) -> Chart:
         traces.append(_bars("in the background", steps, background, _BLUE))
     if unreported:
         only = [str(record.step) for record in unreported]
-        traces.append(_bars("start of writing to commit", only, writing, _GREY))
+        traces.append(_bars("from start of writing until commit", only, writing, _GREY))
     for trace in traces:
         trace["hovertemplate"] = "step %{x}: %{y:.3g} s"
     order = {"categoryorder": "array", "categoryarray": [str(record.step) for record in records]}
@@ -565,7 +565,7 @@ def _line(name: str, x: Sequence[str], y: Sequence[float], color: str) -> Chart:
 
 
 def _chart(traces: list[Chart], **layout: Any) -> Chart:
-    # Steps are names, not numbers: a run may save at any of them.
+    # Steps are categories, not numbers: a run may save at uneven steps; each gets the same space.
     steps = {"type": "category", "title": {"text": "step"}, **layout.pop("xaxis", {})}
     margin = {"l": 56, "r": 8, "t": 8, "b": 48}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
@@ -588,7 +588,7 @@ class Box(Sum):
 
 
 def boxes_of(objects: Sequence[Shown], name: str) -> list[Box]:
-    """Return the treemap's boxes, first the outermost, called `name`; merge small boxes."""
+    """Return the treemap's boxes, small ones merged; the first is the outermost, called `name`."""
     numbers = map(str, count())
     outer = _box(next(numbers), "", name, objects)
     tree = grown((one.record.path, one) for one in objects)

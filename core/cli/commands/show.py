@@ -88,9 +88,9 @@ class Shown:
             of the slab.
         bytes_borrowed: Its bytes in the blobs of other saves: shared frames, and frames that its
             own are encoded against.
-        links: The number of other frames that decoding its deepest frame needs.
+        links: The greatest number of other frames that decoding one of its frames needs.
         stats: Statistics of its values, if requested and computable.
-        rounding: Its lossy codecs, and those that may be lossy.
+        rounding: The lossy ones among its codecs, and those that are not installed, which may be.
     """
 
     record: ObjectRecord
@@ -158,9 +158,9 @@ def show(  # noqa: PLR0913 - its options
     Reads only the manifest, unless --stats is given. A pattern is a path with `*` (within one
     segment), `**` (any number), `?`, `[..]`; a bare prefix selects everything below it.
 
-    STORED is an object's size without the gaps between objects; `penstock ls` includes the gaps.
-    RATIO is BYTES over STORED. BORROWED is the data that an object needs from other checkpoints'
-    blobs.
+    STORED is an object's stored size without the gaps between objects; `penstock ls` includes the
+    gaps. RATIO is BYTES over STORED. BORROWED is the data that an object needs from the blobs of
+    other checkpoints.
 
     Examples:
       penstock show runs/gpt --depth 1
@@ -226,7 +226,7 @@ def show(  # noqa: PLR0913 - its options
 
 
 def _check_grouping(url: str, by: str, *, objects: bool) -> None:
-    """Refuse unknown groupings, and groupings combined with options for objects."""
+    """Refuse an unknown grouping, one with options for objects, or `rule` without a config file."""
     msg = ""
     if by not in GROUPINGS:
         msg = f"--by: {by!r} is not one of {', '.join(GROUPINGS)}"
@@ -380,7 +380,7 @@ def _shape_text(line: _TableLine) -> str:
 
 
 def _codecs_of(line: _TableLine) -> str:
-    """Return the codecs of an object, or of a container's objects, by bytes, largest first."""
+    """Return an object's codecs; for a container, those with the most bytes, and how many more."""
     if line.leaf is not None:
         return _codecs_text(line.leaf)
     sums = totals(one.as_sum(_codecs_text(one)) for one in line.objects if not one.elsewhere)
@@ -424,7 +424,7 @@ def _print_rounding(shown: list[Shown]) -> None:
     unknown = sorted({name for one in shown for name in one.rounding.unknown})
     if unknown:
         print_line(
-            f"{', '.join(unknown)} may be lossy: unknown, since it is not installed",
+            f"{', '.join(unknown)} may be lossy: not installed here, so this is unknown",
             style="yellow",
         )
 
@@ -486,14 +486,15 @@ class Link:
 
 
 def depth_of(record: ObjectRecord) -> int:
-    """Return the number of other frames that decoding an object's deepest frame needs."""
+    """Return `Shown.links`."""
     return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
 def chain_of(backend: Backend, contents: Contents, chosen: Iterable[ObjectRecord]) -> list[Link]:
-    """Return the links that a restore of `chosen` reads: the checkpoint's own first, then by depth.
+    """Return the links that a restore of `chosen` reads, the checkpoint's own first.
 
-    Reads commit records until it finds all saves, or none if the checkpoint borrows nothing.
+    The saves that are nearest to the checkpoint in a chain of frames come next. Reads commit
+    records until it finds all these saves; reads none if the checkpoint borrows nothing.
     """
     record = contents.record
     frames: dict[str, dict[tuple[str, int], int]] = defaultdict(dict)
@@ -554,7 +555,7 @@ def _frames(record: ObjectRecord) -> Iterable[Frame]:
 
 
 def _logged(backend: Backend, uid: str) -> tuple[LogInfo | None, str]:
-    """Return what is stored of the log of a checkpoint, if any; else why it is unreadable."""
+    """Return what is stored of a checkpoint's log, or None; and why it is unreadable, if it is."""
     try:
         return log_info(backend, uid), ""
     except DamagedError as error:

@@ -1,4 +1,4 @@
-"""The `penstock verify` command; exits with 1 if it returns False (`cli/app`).
+"""The `penstock verify` command.
 
 Tested in `tests/core/cli/test_cli.py`.
 """
@@ -66,9 +66,9 @@ def verify(
 ) -> bool:
     """Compare every checksum of a checkpoint; exit with 1 if anything is damaged.
 
-    Also exits with 1 if a codec is not installed, so that not everything can be decoded. Lists all
-    damage by the path of the object or the name of the record. With tiers, verifies the copy in
-    each tier. With --repair, 1 means that damage is left.
+    Also exits with 1 if a codec is not installed, since then not everything can be decoded. Lists
+    all damage by the path of the object or the name of the record. With tiers, verifies the copy in
+    each tier. With --repair, repaired damage does not count.
 
     Examples:
       penstock verify runs/gpt
@@ -168,7 +168,7 @@ def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None
     if report.lossy:
         print_line(
             f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; they rounded values "
-            "during the save, and whole means that these still decode to the rounded values"
+            "during the save, and a whole checkpoint decodes to the rounded values"
         )
     for torn in report.torn_logs:
         print_line(
@@ -233,11 +233,13 @@ def _print_repair(repair: Repair) -> None:
 
 @dataclass(slots=True)
 class Group:
-    """The damage in one blob, in dicts that serve as ordered sets.
+    """The damage in one blob, or with one detail that names no blob.
+
+    The dicts serve as ordered sets.
 
     Attributes:
-        causes: The details of the damage, each once.
-        hit: The damaged objects and records, each once.
+        causes: The details of the damage.
+        hit: The damaged objects and records.
     """
 
     causes: dict[str, None] = field(default_factory=dict)
@@ -249,8 +251,8 @@ def grouped(damaged: Iterable[Damage]) -> list[Group]:
     groups: dict[tuple[str, str], Group] = {}
     for one in damaged:
         tier = _TIER.match(one.detail)
-        # Damage names an object and, in the detail, the blob; only damage of a whole blob names the
-        # blob as the subject.
+        # Usually `what` names an object, and `detail` its blob. If a whole blob is damaged, `what`
+        # names the blob.
         blob = _BLOB.fullmatch(one.what) or _BLOB.search(one.detail)
         where = (tier[0] if tier else "", blob[0]) if blob else ("", one.detail)
         group = groups.setdefault(where, Group())

@@ -29,7 +29,7 @@ class Sum:
     Attributes:
         group: The name of the group.
         objects: The number of objects, including tied ones.
-        bytes_raw: Their raw bytes; tied tensors count once.
+        bytes_raw: Their raw bytes; a tied object adds 0, since its bytes count at another path.
         bytes_stored: Their bytes in the checkpoint's own blobs.
         bytes_borrowed: The bytes that they need from blobs of other saves.
     """
@@ -110,6 +110,8 @@ def grown(items: Iterable[tuple[tuple[str, ...], T]]) -> Branch[T]:
 class Stats:
     """Statistics of one tensor; all but the counts are None if it has no finite value.
 
+    `mean` and `std` are also None if they overflow.
+
     Attributes:
         min: The least finite value.
         max: The greatest finite value.
@@ -138,8 +140,8 @@ def tensor_stats(
         piece_bytes: How much of the tensor to hold in memory at a time.
 
     Returns:
-        The statistics; None for values without an order (complex, dates, bytes), and for tied
-        objects.
+        The statistics; None for an object that is not a tensor or is tied to another, and for
+        values that are not real numbers (complex, dates, bytes).
 
     Raises:
         DamagedError: Stored bytes differ from the written bytes.
@@ -157,7 +159,7 @@ def tensor_stats(
 
 
 def pieces(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
-    """Yield regions of at most `limit` (at least 1) elements that cover `shape`, row-major."""
+    """Yield regions of at most `limit` elements that cover `shape`, row-major; `limit` >= 1."""
     if 0 in shape:
         return
     if math.prod(shape) <= limit:
@@ -176,7 +178,7 @@ def pieces(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
 class _Running:
     """Running mean and sum of squared deviations, merged by piece (Chan, Golub, LeVeque 1979).
 
-    Sums of squares alone would cancel if the mean is large compared to the deviation.
+    Plain sums of squares would lose all precision if the mean is large compared to the deviation.
     """
 
     def __init__(self) -> None:
@@ -229,7 +231,7 @@ class _Running:
 
 
 def _real(value: Any, dtype: str) -> Any:
-    """Return a tensor or array as an array of real numbers; None if its values have no order."""
+    """Return a tensor or array as an array of real numbers; None if its values are not real."""
     import numpy as np  # noqa: PLC0415 - only where values are read
 
     if isinstance(value, np.ndarray):

@@ -36,7 +36,8 @@ class Column(Generic[T]):
         title: The head of the column.
         cell: Returns the cell of an item; each item is a line of the table.
         right: Whether its cells are aligned right.
-        keep: A narrow terminal drops columns with the lowest `keep` first, but never those with 0.
+        keep: In a narrow terminal, columns with the lowest `keep` are dropped first; a column with
+            0 is never dropped.
         flexible: Whether its cells may be cut (with an ellipsis) to fit.
         spare: Whether the column is dropped before a flexible column is cut.
         middle: Whether cells are cut in the middle; the end of a path matters most.
@@ -109,9 +110,10 @@ def wrapped(line: str, width: int, hanging: int = 2) -> str:
 
 
 def print_table(columns: Sequence[Column[T]], items: Iterable[T]) -> None:
-    """Print a table that fits the terminal: leave out columns, then cut flexible ones.
+    """Print a table that fits the terminal, and name the columns that had to be left out.
 
-    In a pipe nothing is left out, cut or colored. Cells are escaped as by `visible`.
+    Drops spare columns first, then cuts flexible ones, then drops other columns. In a pipe nothing
+    is dropped, cut or colored. Cells are escaped as by `visible`.
     """
     head = [_cell(Cell(column.title, "bold")) for column in columns]
     rows = [head, *([_cell(column.cell(item)) for column in columns] for item in items)]
@@ -159,13 +161,13 @@ def fitting(
 
 
 def shortened(text: str, width: int, *, middle: bool = False) -> str:
-    """Cut the end of `text`, so that it takes `width` cells.
+    """Cut the end of `text` if needed, so that it takes at most `width` cells.
 
     With `middle`, cut the middle instead, and keep twice as much of the end as of the beginning.
     """
     kept, cut = width, text
     while kept and _cells(cut) > width:
-        kept -= 1  # once, unless characters are wide
+        kept -= 1  # for the ellipsis, and again while wide characters do not fit
         head = kept // 3 if middle else kept
         cut = f"{text[:head]}…{text[len(text) - (kept - head) :]}"
     return cut

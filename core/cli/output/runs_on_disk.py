@@ -50,7 +50,10 @@ def local_root(backend: Backend) -> Path | None:
 
 
 def named_root(backend: Backend) -> Path | None:
-    """Return the folder that a URL names, perhaps on another machine; calls no store."""
+    """Return the folder that the backend's URL names, if any; no store is called.
+
+    The folder may be on another machine.
+    """
     scheme, _, path = backend.url.partition("://")
     ours = scheme in {backend.name, "file"}
     return Path(unquote(path)) if ours and path.startswith("/") else None
@@ -70,7 +73,7 @@ def same_place(one: Backend, other: Backend) -> bool:
 def runs_below(folder: Path) -> list[Path]:
     """Return the roots of runs at most three levels below `folder`, sorted.
 
-    Does not search inside a run; `folder` itself is not a run.
+    Does not search inside a run, and visits at most 2,000 folders. `folder` itself is not returned.
     """
     found: list[Path] = []
     for parent, names, _ in islice(os.walk(folder), _FOLDERS):

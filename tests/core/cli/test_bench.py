@@ -112,7 +112,7 @@ def test_bench_refuses_a_run_in_tiers_and_names_them(call, tmp_path):
     done = call("bench", f"tiered://?fast={tmp_path}/fast&durable={tmp_path}/durable", *SMALL)
     assert done.code == 1
     assert f"{tmp_path}/fast" in done.err
-    assert "one by one" in done.err
+    assert "by its own URL" in done.err
 
 
 def test_bench_refuses_a_size_without_room(call, tmp_path):
@@ -269,14 +269,14 @@ def test_tune_sets_better_options_and_says_why(call, measured, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([], "No option was measured twice, so none is set: raise --seconds."),
+        ([], "No option was measured twice, so none is set: raise --seconds or --rounds."),
         (
             [row("engine", "workers", 1, *[figures(104)] * 3)],
-            "None of these was better by more than 5% and noise: workers = 1.",
+            "None of these was clearly better (by more than 5%): workers = 1.",
         ),
         (  # one round does not show the noise
             [row("engine", "workers", 1, figures(500))],
-            "No option was measured twice, so none is set: raise --seconds.",
+            "No option was measured twice, so none is set: raise --seconds or --rounds.",
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_tune_refuses_input_not_from_bench(call, measured, tmp_path):
     other = call("tune", f"posix://{tmp_path}/other", "--from", file)
     assert (other.code, other.out) == (1, "")
     assert f"measurements of file://{tmp_path}/run, not of" in other.err
-    for text, why in [("{}", "missing or wrong: .*url"), ("x", "it is not JSON")]:
+    for text, why in [("{}", "missing or wrong: .*url"), ("x", "it is not a JSON object")]:
         file.write_text(text)
         printed = call("tune", f"posix://{tmp_path}/run", "--from", file).err
         assert re.search(rf"is not the output of `penstock bench --json`: {why}", printed)

@@ -227,8 +227,8 @@ def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     printed = call("prune", target, "--yes")
     assert printed.code == 0
     assert (
-        "may still arrive: 1 attempt; prunable after a later checkpoint, or with --all"
-        in printed.out
+        "may still arrive: 1 attempt; `prune` deletes this data after a later checkpoint, or "
+        "with --all" in printed.out
     )
     shutil.copytree(run / "commits", target / "commits", dirs_exist_ok=True)
     assert call("verify", target, "--all").code == 0

@@ -70,7 +70,7 @@ def test_show_reports_no_details_of_a_codec_that_is_not_installed(call, run_of_a
     assert {one["path"]: one["lossless"] for one in found} == {"w": None, "b": True}
     shown = call("show", run_of_an_absent_codec, "--flat").out
     assert " own(?) " in shown
-    assert "own may be lossy: unknown, since it is not installed" in shown
+    assert "own may be lossy: not installed here, so this is unknown" in shown
 
 
 @pytest.mark.parametrize("how", ["--deep", "--quick"])

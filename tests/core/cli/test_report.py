@@ -63,7 +63,7 @@ def test_times_come_from_events_or_else_from_records(saved):
         )
     ]
     assert totals == pytest.approx([durable[n]["seconds"]["total"] for n in (1, 2)])
-    assert bars["start of writing to commit"]["x"] == ["4"]
+    assert bars["from start of writing until commit"]["x"] == ["4"]
     assert report.chains(facts)["data"][0]["y"] == [0, 1, 3]
     assert [step for step, _ in report.gaps_of(facts)] == [2, 4]
 
