@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, WorstErrors
 
 STAGING_BYTES = 256 << 20
-"""The memory for chunks in flight if the configuration does not set any."""
+"""The memory for chunks in flight if the configuration does not set `staging_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -322,13 +322,18 @@ class Pair:
 
 
 def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
-    """Compare the bytes of a pair by stored checksums; return None if they do not decide."""
+    """Compare the bytes of a pair by stored checksums.
+
+    Returns:
+        True if the checksums show that the bytes are equal, False if they show a difference, and
+        None if the bytes must be read.
+    """
     if not pair.nbytes:
         return True
     if pair.a.derived is not None or pair.b.derived is not None:
         masters = Pair(a.master(pair.a), b.master(pair.b))
-        # Equal masters round to equal elements; different masters decide nothing. An object that is
-        # its own master has bytes of another length.
+        # Equal masters round to equal elements; different masters decide nothing. If only one side
+        # is derived, its master has another spec than the other object, and nothing is compared.
         same_kind = masters.a.spec == masters.b.spec
         return (same_kind and same_by_checksums(a, b, masters)) or None
     # Chunks with other bounds have checksums over other bytes, which cannot be compared.
@@ -410,7 +415,8 @@ def _same_chunk(one: _Stored, other: _Stored) -> bool | None:
             return True
         # In a shared frame (a slab) the difference may be another object's.
         return False if one.alone and other.alone else None
-    # Blocks are cut at offsets in the file: frames with another phase have other blocks.
+    # Blocks are cut at offsets in the file, so frames that begin at different offsets in a page
+    # have blocks over different bytes, which cannot be compared.
     if one.block_bytes != other.block_bytes or f.offset % PAGE_BYTES != g.offset % PAGE_BYTES:
         return None
     return _same_blocks(one, other)
@@ -472,9 +478,10 @@ class Norms:
         differing: The number of elements that differ in value. NaN differs from a number, but NaN
             equals NaN and -0 equals 0. None if the elements are not numbers.
         max_abs: The greatest absolute difference; None if no difference is finite.
-        l2: The root of the sum of squared differences.
+        l2: The root of the sum of squared differences; None if no difference is finite, or the sum
+            overflows.
         relative_l2: `l2` divided by the root of the sum of squares of `a`'s finite values; None if
-            that root is 0.
+            that root is 0, or `l2` is None.
         nan: The number of elements that are NaN in either tensor.
         inf: The number of elements that differ by infinity.
     """
