@@ -32,7 +32,10 @@ def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
 
 
 def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
-    """Return the saves `uids`, by uid, as found in `records`; stop reading once all are found."""
+    """Return the saves `uids`, by uid, as `records` show them; stop reading once all are found.
+
+    A save without a record is marked as deleted, or as replaced if its step has another record.
+    """
     found: dict[str, LendingSave] = {}
     steps: dict[str, int] = {}
     seen: set[int] = set()

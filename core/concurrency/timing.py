@@ -93,7 +93,8 @@ class Timing:
     place. A store that answers needs far less for any batch."""
 
     transfer_stuck_s: float = 600.0
-    """The same as `batch_stuck_s` for fsspec, where some file systems never end a call."""
+    """The same as `batch_stuck_s`, for one transfer of the fsspec backend: some of its file systems
+    have no timeout of their own."""
 
     interrupt_s: float = 5.0
     """After Ctrl-C or a timeout, the caller waits this long for the call in flight to end; then
@@ -142,8 +143,8 @@ class Timing:
     """The first pause between two looks for a key in the store of the job."""
 
     busy_poll_first_s: float = 0.005
-    """The first pause between two checks whether rank 0 skips the save for which this rank is
-    still busy; doubled with each further check."""
+    """A rank that is still busy with the previous save checks whether rank 0 skips the new one.
+    This is the first pause between two checks; doubled with each further check."""
 
     busy_poll_most_s: float = 0.1
     """The longest of these pauses."""

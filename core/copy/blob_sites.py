@@ -179,8 +179,9 @@ class BlobSites:
         """Return the names of wanted blobs that are trusted and not found damaged."""
         present = site.right_length(site.trusted)
         good = {blob.name for blob in present}
-        # Borrowed blobs that others need are not read again: each save of a long chain would read
-        # them all. Own blobs are: a forged record may have another checkpoint's uid.
+        # Borrowed blobs that others need are not read again: in a long chain, the copy of each
+        # checkpoint would read them all. Own blobs are read: a forged record may have another
+        # checkpoint's uid.
         if repair or site.is_orphaned or (site.is_own and not trust_sealed):
             good -= read(present)
         return good
@@ -318,8 +319,8 @@ class _Site:
         is_orphaned: Whether there are blobs, but no record that needs them and no copy's lease.
         is_foreign: Whether a save in flight may own these blobs. False for the checkpoint's own
             uid, which the copy checks before it publishes its intent.
-        awaited_by: The uids of other saves and copies without a record whose intents name this
-            uid; empty for the checkpoint's own uid.
+        awaited_by: For borrowed orphans without an index, the uids of other saves and copies that
+            no record names yet and whose intents name this uid; otherwise empty.
         trusted: The names of blobs that are durable: a record needs them, or, for orphans, the
             index was published after them.
     """

@@ -246,7 +246,9 @@ class BlobMover:
             self._check_alive()
 
     def run(self, transfers: Iterable[BlobTransfer]) -> None:
-        """Move all blobs; on return nothing is in flight, and unsealed blobs are aborted.
+        """Move all blobs; on return, and after an error, nothing is in flight.
+
+        After an error, aborts unsealed blobs unless another copy has taken over their names.
 
         Raises:
             SaveAbortedError: The move was cancelled.
