@@ -120,8 +120,8 @@ class Catalog:
     def incompleteness(self, record: CommitRecord) -> str:
         """Return why a checkpoint is incomplete; empty if it is not.
 
-        Only a run with a root on each host has incomplete checkpoints: the hosts with the other
-        files are absent.
+        Only a run with a root on each host has incomplete checkpoints: those with files on hosts
+        that are absent now.
 
         Raises:
             StorageError: A host or a tier does not answer.

@@ -39,7 +39,7 @@ class Event(StrEnum):
     GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
     PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
     PUBLISH_OK = "publish ok"
-    PUBLISH_LOST = "publish lost"  # the name is taken, perhaps by our own try that was repeated
+    PUBLISH_LOST = "publish lost"  # the name is taken, perhaps by an earlier request of our own
     PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: the record may or may not exist
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
@@ -158,8 +158,8 @@ class Commit:
         """Whether no commit record of this save exists, and none can appear without a new publish.
 
         After a publish without a reply, the record may still appear, even after another saver's
-        record of that name is deleted. Only if the store refuses the name as taken is that ruled
-        out. Until then other ranks keep their data.
+        record of that name is deleted. That is ruled out only once the store has refused the name
+        as taken. Until then other ranks keep their data.
         """
         return self._may_delete or not self._tried
 

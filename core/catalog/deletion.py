@@ -218,7 +218,8 @@ def _uid(record: CommitRecord | None) -> str | None:
 def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[CommitRecord]) -> None:
     """Delete data that nothing needs any more; delete nothing while a record is unreadable.
 
-    A record that is readable in another tier does not count: it can be repaired from there.
+    An unreadable record does not count if another tier has it readable, since it can be repaired
+    from there.
 
     Args:
         backend: The run, with all its tiers.

@@ -85,7 +85,7 @@ class NotesOfRun:
         return dict(sorted(self._found.get(record.origin, {}).items()))
 
     def read(self, record: CommitRecord, *, warn: bool = True) -> Notes:
-        """Read all notes on a checkpoint, each from the first place that has it whole.
+        """Read all notes on a checkpoint, each from the first place that has it undamaged.
 
         Args:
             record: The commit record of the checkpoint.
@@ -223,7 +223,7 @@ def notes_by_origin(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
-    """Read a note from the first place that has it whole; None if it was deleted meanwhile.
+    """Read a note from the first place that has it undamaged; None if it was deleted meanwhile.
 
     Raises:
         DamagedError: The note is damaged in every place that has it.

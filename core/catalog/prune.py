@@ -102,7 +102,7 @@ def prune(
     Nothing is deleted while any record of the run is unreadable, since that record may need any
     data. A run without any record is kept, and so is a save that lacks only its record while no
     later checkpoint exists: the run may be a copy in flight that writes its data first.
-    `everything` deletes both.
+    With `everything`, these are deleted too.
 
     Older generations of a step are deleted at once, as the saver of the newest one would have done.
     They stay if the newest generation lacks its data: its saver may have stalled until it was
@@ -121,10 +121,10 @@ def prune(
 def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     """Delete unfinished saves, of any age, whose processes on this machine have ended.
 
-    The intent must show that its process has ended and saved to this place. The save must have no
-    index: after the index, a record that the dead process sent may still arrive. The run must have
-    a commit record, since a run without one may be a copy in flight; and all its records must be
-    readable, since an unreadable record may need any data.
+    The intent must show that the save's process has ended, and that it saved to this place. The
+    save must have no index: after the index, a record that the dead process sent may still arrive.
+    The run must have a commit record, since a run without one may be a copy in flight; and all its
+    records must be readable, since an unreadable record may need any data.
 
     Also deletes blobs of deleted checkpoints that only such a save was going to borrow.
 

@@ -122,7 +122,7 @@ def last_place(backend: Backend) -> Backend:
 
 
 def read_commit(backend: Backend, name: str) -> CommitRecord:
-    """Read one commit record, from a tier that has it whole.
+    """Read one commit record, from a tier that has it undamaged.
 
     Raises:
         BlobNotFoundError: The record does not exist.
@@ -360,7 +360,7 @@ def unrecorded(
     """Return the steps, by uid, of saves that lack only their commit record.
 
     Either the saver died right before its commit, or the run is a copy in flight whose records
-    follow its data. Only a checkpoint at that step or a later step rules out the copy.
+    follow its data. Only a checkpoint at that step or a later step rules out such a copy.
 
     Args:
         data: The blobs and records by uid.

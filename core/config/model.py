@@ -233,7 +233,7 @@ Duration: TypeAlias = Annotated[
 
 
 class Retention(_Model):
-    """Which checkpoints to keep. Checkpoints that no option keeps are deleted.
+    """Which checkpoints to keep. Checkpoints without a tag that no option keeps are deleted.
 
     Attributes:
         keep_last: Keep the N newest.

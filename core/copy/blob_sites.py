@@ -4,8 +4,7 @@ A checkpoint needs its own blobs, and blobs that it borrows from other saves. Th
 some of them, from an earlier copy or for another checkpoint there. The copy publishes an intent
 that names all these uids, and then decides for each uid which blobs to trust:
 
-- If a record at the target needs the blobs, they are trusted, and no deletion takes them from now
-  on.
+- Blobs that a record at the target needs are trusted, and no deletion takes them from now on.
 - If no record needs them, but a copy's lease is beside them, only blobs that the lease lists as
   durable are trusted.
 - If there is neither a record nor a lease, the blobs are orphans of a deletion. That deletion was

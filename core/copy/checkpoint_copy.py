@@ -192,8 +192,8 @@ class CheckpointCopy:
             BusyError: Another process has taken over, or copies this checkpoint or one that needs
                 the same blobs. Or the target has data of these uids that no copy wrote, or damaged
                 blobs that other checkpoints need.
-            SaveAbortedError: The copy was cancelled, or stalled so long that prune may delete its
-                data, or a file that it had written is gone.
+            SaveAbortedError: The copy was cancelled; or it stalled so long that prune may delete
+                its data; or a file that it had written is gone.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
             StorageError: A store failed.

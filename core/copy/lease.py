@@ -38,7 +38,7 @@ log = logging.getLogger("penstock")
 SILENT_S = 15 * 60.0
 """The seconds after which a lease ends if it is not refreshed.
 
-A lease of this machine ends sooner if its process has ended.
+A lease that a process of this machine holds ends with that process.
 """
 
 _LIMIT_BYTES = 64 << 20

@@ -60,7 +60,8 @@ class Reencoding:
     Attributes:
         config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
         selection: The objects to copy.
-        keep_codecs: Whether to encode every object with its own codecs, not those of the rules.
+        keep_codecs: Whether to encode every object with the lossless codecs that it is stored with,
+            instead of those of the rules.
         overwrite: Whether to replace the target's checkpoint at that step.
         alone: Whether the copy borrows nothing, even if codecs of the rules need a base. With
             `keep_codecs` it never borrows.
