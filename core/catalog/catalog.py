@@ -118,10 +118,10 @@ class Catalog:
         return [step for step in entries if step not in incomplete]
 
     def incompleteness(self, record: CommitRecord) -> str:
-        """Return why a checkpoint cannot be restored now; empty if it can.
+        """Return why a checkpoint is incomplete; empty if it is not.
 
-        With a root on each host, the hosts that have the rest may be missing. Other checkpoints
-        never are incomplete.
+        Only a run with a root on each host has incomplete checkpoints: those with files on hosts
+        that are absent now.
 
         Raises:
             StorageError: A host or a tier does not answer.
@@ -164,7 +164,7 @@ class Catalog:
             for name in names if number > step else ():
                 with suppress(BlobNotFoundError, DamagedError):
                     if self.incompleteness(read_commit(self._backend, name)):
-                        log.warning("step %d was incomplete, and step %d replaces it", number, step)
+                        log.warning("deleting incomplete step %d: step %d was saved", number, step)
                         self._delete([name])
 
     def latest(self) -> int | None:
@@ -225,7 +225,7 @@ class Catalog:
     def record(self, step: int, *, entries: Mapping[int, list[str]] | None = None) -> CommitRecord:
         """Return the commit record of a step's highest generation that is not incomplete.
 
-        If all generations are incomplete, returns that of the highest.
+        If all generations are incomplete, returns the record of the highest one.
 
         Args:
             step: The step.
@@ -279,7 +279,7 @@ class Catalog:
         return generation_above(self.entries().get(step, ()))
 
     def gone_or_damaged(self, step: int, uid: str, error: PenstockError) -> PenstockError:
-        """Return the error that a reader raises `from error` if a checkpoint's file is missing.
+        """Return the error to raise `from error` after a reader found a checkpoint's file missing.
 
         Args:
             step: The step being read.
@@ -374,8 +374,8 @@ class Catalog:
         places = places_of(self._backend)
         having = [is_whole(one, keep) and self._look(one, keep) for one in places]
         for number, one in enumerate(places):
-            # A slower tier keeps its older generation until it has the newer one too: the faster
-            # tier may be lost with its machine.
+            # A tier keeps its older generation until it, or a slower tier, has the newer one: a
+            # faster tier may be lost with its machine.
             if any(having[number:]):
                 other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
                 other._delete_below(keep)
@@ -410,10 +410,10 @@ class Catalog:
         """Delete the checkpoints that no retention rule keeps.
 
         A checkpoint with a readable record counts only if it is whole according to `look`. The
-        newest and the best ones are checked until enough are whole; the others are deleted
-        unchecked. Checkpoints with an unreadable record are neither counted nor deleted.
-        Checkpoints with a tag or an unreadable note are kept: that note may hold a tag or the best
-        metric.
+        newest and the best ones are checked until enough are whole; those that no rule keeps are
+        deleted unchecked. Checkpoints with an unreadable record are neither counted nor deleted.
+        Checkpoints with a tag or an unreadable note are kept: the unreadable note may hold a tag or
+        the best metric.
 
         Args:
             rules: The rules.

@@ -1,10 +1,10 @@
 """The state table of a save, sans-IO.
 
 The engine feeds events and executes the returned actions. The table keeps three promises. A saver
-that has sealed keeps the data of its uid, unless another saver has won for good or the ranks have
-decided to abort. A save publishes nothing after its intent is found gone, or is not refreshed for
-half the grace time. A save reaches COMMITTED only if the store confirms the publish, the publishing
-rank reports it, or the record read back is ours.
+that has sealed keeps the data of its uid, unless another saver has won for good or it is certain
+that no rank will publish the save. A save publishes nothing after its intent is found gone, or is
+not refreshed for half the grace time. A save reaches COMMITTED only if the store confirms the
+publish, the publishing rank reports it, or the record read back is ours.
 
 If several ranks save together, each has its own table, which its round (`core/rounds/round.py`)
 feeds. Only rounds feed the last four events.
@@ -23,7 +23,7 @@ class State(StrEnum):
     WRITING = "writing"
     SEALED = "sealed"
     PUBLISHING = "publishing"
-    AWAITING = "awaiting"  # the same, on ranks that do not publish
+    AWAITING = "awaiting"  # this rank does not publish, and waits for the rank that does
     COMMITTED = "committed"
     UNKNOWN = "unknown"
     ABORTED = "aborted"
@@ -39,7 +39,7 @@ class Event(StrEnum):
     GRACE_HALF_PASSED = "half the grace time passed without a refresh of the intent"
     PUBLISH_STARTED = "publish started"  # parts and index are durable, the intent was there
     PUBLISH_OK = "publish ok"
-    PUBLISH_LOST = "publish lost"  # the name is taken; if the store errs, by our own earlier try
+    PUBLISH_LOST = "publish lost"  # the name is taken, perhaps by an earlier request of our own
     PUBLISH_ANSWER_LOST = "publish answer lost"  # any error: the record may or may not exist
     RECORD_IS_OURS = "record is ours"
     RECORD_IS_OTHER = "record is another's"
@@ -86,8 +86,8 @@ TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
     (_S.SEALED, _E.ABORT): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.INTENT_GONE): (_S.ABORTED, _A.FAIL_KEEP),
     (_S.SEALED, _E.GRACE_HALF_PASSED): (_S.ABORTED, _A.FAIL_KEEP),
-    # After an abort wins the register, no rank publishes, since that needs "commit" there. So each
-    # rank may delete its data at once, even after it has sealed.
+    # Once the register of the ranks (`core/rounds`) says abort, no rank publishes, since a publish
+    # needs "commit" there. So each rank may delete its data at once, even after it has sealed.
     (_S.WRITING, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.ABORT_DECIDED): (_S.ABORTED, _A.FAIL_MAY_DELETE),
     (_S.SEALED, _E.COMMIT_DECIDED): (_S.AWAITING, _A.AWAIT),
@@ -148,8 +148,8 @@ class Commit:
     def may_delete_own_data(self) -> bool:
         """Whether the saver may delete its own data.
 
-        It may only if it failed before it sealed, another saver has won for good, or the ranks have
-        decided that no rank publishes.
+        It may only if it failed before it sealed, another saver has won for good, or it is certain
+        that no rank will publish the save.
         """
         return self._may_delete
 
@@ -157,8 +157,9 @@ class Commit:
     def never_published(self) -> bool:
         """Whether no commit record of this save exists, and none can appear without a new publish.
 
-        After a lost reply the record may still appear, even after another saver's was deleted. Only
-        the store's refusal of its name rules that out. Until then other ranks keep their data.
+        After a publish without a reply, the record may still appear, even after another saver's
+        record of that name is deleted. That is ruled out only once the store has refused the name
+        as taken. Until then other ranks keep their data.
         """
         return self._may_delete or not self._tried
 
@@ -171,7 +172,7 @@ class Commit:
         try:
             state, action = TABLE[self._state, event]
         except KeyError:
-            msg = f"a save that is {self._state} cannot see: {event}"
+            msg = f"a bug: a save that is {self._state} received an impossible event: {event}"
             raise IllegalEventError(msg) from None
         self._state = state
         self._tried |= action is Action.PUBLISH

@@ -6,8 +6,8 @@ before it commits, and a remaining intent would keep the blobs that the deleted 
 borrowed. Savers in flight need only the blobs. The blobs are deleted with the last checkpoint that
 borrows them.
 
-No store has conditional deletes, so each step checks again what it is about to delete. The order of
-the steps leaves at worst orphans for `prune`, wherever a deletion ends.
+No store has conditional deletes, so each step checks again what it is about to delete. The steps
+are in such an order that a deletion that is interrupted leaves at worst orphans for `prune`.
 
 Tested in `tests/core/catalog/test_catalog.py`.
 """
@@ -75,9 +75,9 @@ def delete_data(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
 
 
 def delete_manifest(backend: Backend, uid: str, blobs: Iterable[BlobInfo]) -> None:
-    """Delete the files of a save, the intent first, except its blobs, which others need.
+    """Delete all files of a save except its blobs, which others need; delete the intent first.
 
-    A lease stays, since it lists which of the blobs are durable.
+    A lease stays too, since it lists which of the blobs are durable.
     """
     first = intent_name(uid)
     backend.delete([first])
@@ -95,8 +95,8 @@ def delete_lent(
 ) -> None:
     """Delete the data of saves without a record if nothing borrows from them any more.
 
-    Leaves data with an intent to `prune`: a save or a copy of that uid may be in flight, or may
-    have ended without a record.
+    Data that has an intent is left for `prune` to delete: a save or copy of that uid may be in
+    flight, or may have ended without a record.
 
     Args:
         backend: The run, with all its tiers.
@@ -119,7 +119,8 @@ def delete_records(
 ) -> list[str]:
     """Delete commit records durably, in the given order, then the data that only they needed.
 
-    The data may include that of earlier deleted checkpoints, from which these borrowed.
+    That data may include blobs of checkpoints that were deleted earlier, from which these
+    checkpoints borrowed.
 
     Skips a record whose uid has changed since it was chosen: a deleted step can be saved again
     under the same name, and each tier may have another save there. No store has conditional
@@ -133,7 +134,8 @@ def delete_records(
             they name in any tier now.
         before: Called with these uids before anything is deleted, so that other work of this
             process on them can stop.
-        failed: Called with these uids after an error: some may remain, and that work may continue.
+        failed: Called with these uids after an error: some of the checkpoints may remain, and the
+            other work on them may continue.
 
     Returns:
         The names of the deleted records.
@@ -154,7 +156,11 @@ def delete_records(
 
 
 def _places(backend: Backend) -> list[Backend]:
-    """Return the places of a run, the most durable first, so that nothing is copied there again."""
+    """Return the places of a run, the most durable first.
+
+    A deletion in this order cannot fail at the durable tier after it has deleted the checkpoint
+    from the faster ones.
+    """
     return places_of(backend)[::-1]
 
 
@@ -210,9 +216,10 @@ def _uid(record: CommitRecord | None) -> str | None:
 
 
 def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[CommitRecord]) -> None:
-    """Delete data that nothing needs any more, or none while a record is unreadable.
+    """Delete data that nothing needs any more; delete nothing while a record is unreadable.
 
-    A record that is readable in another tier counts as readable: it can be repaired from there.
+    An unreadable record does not count if another tier has it readable, since it can be repaired
+    from there.
 
     Args:
         backend: The run, with all its tiers.
@@ -228,7 +235,7 @@ def _delete_unneeded(backend: Backend, doomed: set[str], deleted: Sequence[Commi
         gone = doomed.difference(*(survey.named for survey in surveys))
         kept = {record.origin for survey in surveys for record in survey.records.values()}
         delete_notes(backend, {record.origin for record in deleted} - kept)
-        # Their intents are deleted too, so they no longer need the blobs that they reference.
+        # The intents of `gone` are deleted too, and no longer keep the blobs that they reference.
         needed = {uid for survey in surveys for uid in survey.needed_without(gone)}
         for uid in sorted(gone):
             delete = delete_manifest if uid in needed else delete_data

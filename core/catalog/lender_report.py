@@ -1,7 +1,7 @@
 """The saves from which checkpoints borrow blobs (chains of deltas), for messages and `penstock ls`.
 
-`Survey.needed_without` protects borrowed data from deletion. If the checkpoint of a save was
-deleted, its step is known only from a checkpoint that has it as base.
+After the checkpoint of such a save is deleted, its step is known only from a checkpoint that has it
+as base. The blobs stay as long as they are borrowed: see `Survey.needed_without`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def records_newest_first(catalog: Catalog, step: int) -> Iterator[CommitRecord]:
 
 
 def find_lenders(records: Iterable[CommitRecord], uids: Collection[str]) -> dict[str, LendingSave]:
-    """Return the saves `uids`, by uid, as found in `records`; stop reading once all are found."""
+    """Return the saves `uids`, by uid, as `records` show them; stop reading once all are found.
+
+    A save without a record is marked as deleted, or as replaced if its step has another record.
+    """
     found: dict[str, LendingSave] = {}
     steps: dict[str, int] = {}
     seen: set[int] = set()
@@ -109,7 +112,8 @@ def borrowed_bytes(
     """Return the bytes of all blobs that `records` borrow from the saves `uids`, by uid.
 
     Reads the table of borrowed blobs of each checkpoint that borrows from these saves. If a table
-    is unreadable, adds the sizes in the commit record, as if no other checkpoint borrowed them.
+    is unreadable, adds the sizes in the commit record instead: blobs that another checkpoint also
+    borrows are then counted twice.
     """
     sizes: dict[str, int] = defaultdict(int)
     blobs: set[BlobRecord] = set()

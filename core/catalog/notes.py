@@ -1,8 +1,8 @@
 """Notes: metadata and tags that are added to a checkpoint after its commit.
 
-Notes never change, and each has its own name, so writers and copies need no coordination: a
-checkpoint has the notes of all its places together. Notes are not part of a checkpoint. Without the
-checkpoint's commit record they mean nothing, and a damaged note damages nothing else.
+Notes never change, and each has its own name, so writers and copies need no coordination: a reader
+merges the notes that it finds in all places of the checkpoint. Notes are not part of a checkpoint.
+Without the checkpoint's commit record they mean nothing, and a damaged note damages nothing else.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NotesOfRun:
         return dict(sorted(self._found.get(record.origin, {}).items()))
 
     def read(self, record: CommitRecord, *, warn: bool = True) -> Notes:
-        """Read all notes on a checkpoint, each from the first place that has it whole.
+        """Read all notes on a checkpoint, each from the first place that has it undamaged.
 
         Args:
             record: The commit record of the checkpoint.
@@ -153,7 +153,8 @@ def write_note(
         raise ConfigError(msg) from error
     places = places_of(backend)
     having: list[Backend] = []
-    # Asked again: a copy may have carried the notes over before this one, and commit since.
+    # Repeated until no place is new: a copy may have carried the notes over before this note was
+    # published, and may have committed since.
     while new := [p for p in places if p not in having and is_whole(p, record)]:
         for place in new:
             place.publish(note.name, data)
@@ -222,7 +223,7 @@ def notes_by_origin(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def _read(name: str, places: Sequence[Backend]) -> NoteRecord | None:
-    """Read a note from the first place that has it whole; None if it was deleted meanwhile.
+    """Read a note from the first place that has it undamaged; None if it was deleted meanwhile.
 
     Raises:
         DamagedError: The note is damaged in every place that has it.

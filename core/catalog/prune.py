@@ -60,8 +60,8 @@ class PruneReport:
             stay.
         names: The number of blobs and records that were (or would be) deleted.
         size_bytes: The total size of these blobs and records.
-        superseded: Commit records that an overwrite of their step replaced and a crash left there.
-            The figures above exclude their data.
+        superseded: The commit records of overwritten generations, left by a crash, that were (or
+            would be) deleted too. The figures above exclude their data.
         refused: The reasons why nothing was deleted: the error of each unreadable record, or that
             the run has no record at all.
         unrecorded: The uids that were kept because their commit records may still arrive, for
@@ -102,7 +102,7 @@ def prune(
     Nothing is deleted while any record of the run is unreadable, since that record may need any
     data. A run without any record is kept, and so is a save that lacks only its record while no
     later checkpoint exists: the run may be a copy in flight that writes its data first.
-    `everything` deletes both.
+    With `everything`, these are deleted too.
 
     Older generations of a step are deleted at once, as the saver of the newest one would have done.
     They stay if the newest generation lacks its data: its saver may have stalled until it was
@@ -121,9 +121,10 @@ def prune(
 def take_dead(backend: Backend, *, own_uids: Collection[str] = ()) -> list[str]:
     """Delete unfinished saves, of any age, whose processes on this machine have ended.
 
-    The intent must show that its process has ended and saved to this place. The save must have no
-    index: after the index, a record that the dead process sent may still arrive. The run must have
-    a readable commit record: a run without one may be a copy in flight.
+    The intent must show that the save's process has ended, and that it saved to this place. The
+    save must have no index: after the index, a record that the dead process sent may still arrive.
+    The run must have a commit record, since a run without one may be a copy in flight; and all its
+    records must be readable, since an unreadable record may need any data.
 
     Also deletes blobs of deleted checkpoints that only such a save was going to borrow.
 
@@ -242,8 +243,9 @@ def _lent_to_others(
 ) -> list[set[str]]:
     """Return, for each tier, the uids whose blobs stay because of other tiers.
 
-    A record keeps data only in its own tier, as in an eviction. If that tier has lost part of the
-    checkpoint, the record keeps data in all tiers.
+    An intent keeps the blobs that it references in all tiers. A record keeps borrowed blobs only in
+    its own tier, so that eviction can delete them elsewhere. But if that tier has lost part of the
+    checkpoint, the record keeps them in all tiers.
     """
     of_intents = {u for s in surveys for intent in s.intents.values() for u in intent.references}
     kept = []
@@ -322,7 +324,8 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
 def _logs_of_evicted(backend: Backend, survey: Survey) -> set[str]:
     """Return the uids whose log may continue the newest checkpoint of other tiers.
 
-    A place of a run in tiers that is pruned alone may have evicted that checkpoint.
+    If this place is one of several tiers and is pruned alone, it may have evicted that checkpoint,
+    but not the log.
     """
     logs = {
         uid: first_logged(backend, blob)
@@ -330,7 +333,7 @@ def _logs_of_evicted(backend: Backend, survey: Survey) -> set[str]:
         for blob in reversed(survey.data[uid])
         if uid_of_segment(blob.name) is not None
     }
-    with suppress(FormatError):  # a damaged root record, whose place may be a tier
+    with suppress(FormatError):  # with a damaged root record, the place may be a tier
         root = read_root(backend) if logs else None
         if root is None or not root.tiers:
             return set()
@@ -405,7 +408,7 @@ def _take(
         # Listed again: since the survey its saver may have woken up and refreshed the intent.
         blobs = backend.list(data_prefix(uid))
         if not _is_old(blobs, limit_s):
-            log.debug("prune: data/%s stays: already gone, or younger than %g s", uid, how.grace_s)
+            log.debug("prune: skips data/%s: already gone, or younger than %g s", uid, how.grace_s)
             continue
         if not (going := manifest_of(uid, blobs) if blobs_stay else blobs):
             continue

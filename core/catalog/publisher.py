@@ -108,7 +108,8 @@ class Publisher:
         began_s = self._clock.boot_s()
         data = encode_intent(record)
         self._backend.publish(intent_name(self._uid), data, exclusive=exclusive)
-        # The clock was read before the call: the store may have stamped the record at any moment.
+        # The clock was read before the call, since the store may have set the record's time at any
+        # moment during the call.
         self._refreshed_s = began_s
         log.debug("step %d: published %s", self._step, intent_name(self._uid))
 
@@ -116,7 +117,8 @@ class Publisher:
         """Publish the intent again if it is older than an eighth of the grace time.
 
         Raises:
-            SaveAbortedError: The intent is gone, or is older than half the grace time.
+            SaveAbortedError: A refresh was due, but the intent is gone, or older than half the
+                grace time.
         """
         if self._clock.boot_s() - self._refreshed_s > self._grace_s / _REFRESHES_PER_GRACE:
             # A pruned intent must not come back: the data that it protected is gone too.
@@ -126,7 +128,7 @@ class Publisher:
     def publish_commit(self, record: CommitRecord, *, begin: Callable[[], None]) -> None:
         """Publish the commit record, which makes the checkpoint exist.
 
-        If the store's reply is lost, reads the record back and compares the uid.
+        If the store does not confirm the publish, reads the record back and compares the uid.
 
         Args:
             record: The commit record.
@@ -134,8 +136,9 @@ class Publisher:
 
         Raises:
             LostRaceError: Another saver owns this step and generation.
-            CommitUnknownError: The checkpoint may or may not exist. Or its data, or a blob that it
-                borrows, is missing.
+            CommitUnknownError: It is unknown whether the record was published, or is durable. Or
+                the record was published, but the checkpoint's data, or a blob that it borrows, is
+                missing.
             SaveAbortedError: The intent was not refreshed for too long, or is gone.
             SaveError: No reader would accept the record; nothing was published.
         """
@@ -180,7 +183,7 @@ class Publisher:
         msg = (
             f"step {record.step}: it is unknown whether {name} was published on "
             f"{self._backend.url}. Check `penstock ls` or steps() when the store answers again; "
-            "its data is kept."
+            "the data of this save is kept."
         )
         if lost is not None:
             msg += f" The store answered: {lost}"
@@ -191,7 +194,7 @@ class Publisher:
         return self._read_back(commit_name(self._step, generation))
 
     def _encoded(self, record: CommitRecord) -> bytes:
-        # Before `begin`: after it every failure counts as a record that may exist (UNKNOWN).
+        # Called before `begin`: any failure after it means that the record may exist (UNKNOWN).
         try:
             return encode_commit(record)
         except (FormatError, RecursionError) as error:
@@ -249,7 +252,7 @@ class Publisher:
         removed borrowed blobs by hand, or with an older release that does not know of them.
 
         Raises:
-            CommitUnknownError: The intent is gone, and so is the data beside it. Or a borrowed
+            CommitUnknownError: The intent is gone, and presumably the data beside it. Or a borrowed
                 blob is missing, or has another length.
         """
         try:

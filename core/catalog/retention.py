@@ -71,9 +71,10 @@ def clean_up_after(
     protect: Collection[int],
     events: EventStream,
 ) -> None:
-    """Delete the generations that a commit has replaced, and the steps that retention drops.
+    """Delete the checkpoints that a commit has replaced, and the steps that retention drops.
 
-    Runs on rank 0 after the save is durable. Logs failures, and never fails the save.
+    A commit replaces the older generations of its step, and incomplete checkpoints of later steps.
+    Runs on rank 0. Logs failures, and never fails the save.
     """
     try:
         catalog.delete_incomplete_after(report.step)

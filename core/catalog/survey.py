@@ -70,7 +70,7 @@ class Survey:
         records: The commit records by name.
         data: The blobs and records by uid, as listed before the intents were read.
         intents: The intents, by uid, of saves that no commit record names.
-        unreadable: The error of each unreadable record, by name; the record may need any data.
+        unreadable: The error of each unreadable record, by name; such a record may need any data.
         times: The publish time of each commit record by the store's clock, by name.
     """
 
@@ -122,7 +122,7 @@ def last_place(backend: Backend) -> Backend:
 
 
 def read_commit(backend: Backend, name: str) -> CommitRecord:
-    """Read one commit record, from a tier that has it whole.
+    """Read one commit record, from a tier that has it undamaged.
 
     Raises:
         BlobNotFoundError: The record does not exist.
@@ -137,6 +137,8 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
 
 def is_whole(backend: Backend, record: CommitRecord) -> bool:
     """Return whether one tier has a readable record of this checkpoint, with the same uid.
+
+    Does not look at the data: see `has_data`.
 
     Raises:
         StorageError: The tier does not answer.
@@ -171,7 +173,7 @@ def sizes_below(backend: Backend, uids: Iterable[str]) -> dict[str, int]:
 
 
 def has_files(backend: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
-    """Return the same as `has_data`, from the `sizes_of` the files."""
+    """Return the same as `has_data`, from the result of `sizes_of`."""
     named: list[IndexEntry | PartEntry | BlobRecord] = [record.index, *record.parts]
     blobs = f"{data_prefix(record.uid)}blobs/"
     stored = sum(size for name, size in sizes.items() if name.startswith(blobs))
@@ -295,7 +297,7 @@ def is_listed(backend: Backend, name: str) -> bool:
 
 def unreadable(backend: Backend, name: str) -> FormatError:
     """Return the error for a record that the store lists but does not find."""
-    msg = f"{name} on {backend.url} is listed, but is not a readable file: is it a link, a folder?"
+    msg = f"{name} on {backend.url} is listed, but is no readable file: is it a link or a folder?"
     return FormatError(msg, [name])
 
 
@@ -347,7 +349,7 @@ def data_by_uid(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
-    """Return whether a save lacks at most its commit record: the index is its last other file."""
+    """Return whether a save lacks at most its commit record; the index is its last other file."""
     names = {blob.name for blob in blobs}
     return {index_name(uid), part_name(uid, 0), intent_name(uid)} <= names
 
@@ -358,7 +360,7 @@ def unrecorded(
     """Return the steps, by uid, of saves that lack only their commit record.
 
     Either the saver died right before its commit, or the run is a copy in flight whose records
-    follow its data. Only a checkpoint at that step or a later step rules out the copy.
+    follow its data. Only a checkpoint at that step or a later step rules out such a copy.
 
     Args:
         data: The blobs and records by uid.

@@ -13,7 +13,7 @@ Otherwise the collector would visit each of them three times.
 """
 
 _STARTUP = 1_000
-"""Python 3.12 freezes fewer objects at startup, so with more frozen objects the user froze them."""
+"""With more frozen objects than this, the user froze some: Python 3.12 freezes fewer at startup."""
 
 
 class _CollectionHold:

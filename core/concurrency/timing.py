@@ -21,11 +21,17 @@ class Clock:
     """Reads the clocks of this machine; a test passes a subclass with another time."""
 
     def monotonic_s(self) -> float:
-        """Return seconds since some moment, by a clock that stops in sleep and cannot be set."""
+        """Return seconds since an arbitrary point.
+
+        This clock stops while the machine sleeps, and cannot be set.
+        """
         return time.monotonic()
 
     def boot_s(self) -> float:
-        """Return seconds since some moment, by a clock that counts sleep and cannot be set."""
+        """Return seconds since an arbitrary point.
+
+        This clock keeps running while the machine sleeps, and cannot be set.
+        """
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def wall_s(self) -> float:
@@ -87,7 +93,8 @@ class Timing:
     place. A store that answers needs far less for any batch."""
 
     transfer_stuck_s: float = 600.0
-    """The same as `batch_stuck_s` for fsspec, where some file systems never end a call."""
+    """The same as `batch_stuck_s`, for one transfer of the fsspec backend: some of its file systems
+    have no timeout of their own."""
 
     interrupt_s: float = 5.0
     """After Ctrl-C or a timeout, the caller waits this long for the call in flight to end; then
@@ -105,7 +112,7 @@ class Timing:
     """A rank asks the store of the job this often whether another rank was asked to leave."""
 
     preemption_share_s: float = 1 / 5_000
-    """N ranks ask at most every N times this: the store of the job has one thread."""
+    """With N ranks, each asks at most once in N times this: the store of the job has one thread."""
 
     preemption_s: float = 60.0
     """The ranks have this long to agree on the step after which they leave, if the user gives no
@@ -126,7 +133,8 @@ class Timing:
     """The longest pause between two such looks, however many ranks there are."""
 
     rank_share_s: float = 1 / 20_000
-    """N ranks that look at once pause for N times this: the store of the job has one thread."""
+    """With N ranks, each pauses for N times this or more between two looks: the store of the job
+    has one thread."""
 
     rank_left_poll_s: float = 0.01
     """When rank 0 closes, it checks this often whether the others still need its store."""
@@ -135,18 +143,18 @@ class Timing:
     """The first pause between two looks for a key in the store of the job."""
 
     busy_poll_first_s: float = 0.005
-    """The first pause between two checks whether rank 0 skips the save for which this rank is
-    still busy; doubled with each further check."""
+    """A rank that is still busy with the previous save checks whether rank 0 skips the new one.
+    This is the first pause between two checks; doubled with each further check."""
 
     busy_poll_most_s: float = 0.1
     """The longest of these pauses."""
 
     hosts_poll_first_s: float = 0.005
-    """Ranks that read together wait for each other's posts, and for an address to connect to, with
-    pauses of this length; for posts it is doubled with each further pause."""
+    """Ranks that read together pause for this long between two looks at each other's posts, doubled
+    with each further look, and between two attempts to connect to each other."""
 
     hosts_poll_most_s: float = 0.05
-    """The longest of these pauses."""
+    """The longest pause between two such looks."""
 
     hosts_look_s: float = 0.25
     """A rank that waits for ranks of its host checks this often whether one of them cannot join
@@ -217,7 +225,7 @@ class Timing:
 
     deletion_s: float = 60.0
     """A copy that finds data without a record waits this long, in case a deletion is under way.
-    Deleting names together takes far less."""
+    Deleting one list of names takes far less."""
 
     process_start_s: float = 120.0
     """The copy process has this long for its imports, on a slow shared file system; then threads

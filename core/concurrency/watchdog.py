@@ -127,8 +127,9 @@ class BackgroundCall(Generic[T]):
         """
         until_s = math.inf
         while True:
-            # One `try` around everything: otherwise a second Ctrl-C would raise from here while
-            # the call still uses memory that the caller frees. So the loop begins again.
+            # One `try` around everything, and after any error the loop begins again: otherwise a
+            # second Ctrl-C would raise from here while the call still uses memory that the caller
+            # frees.
             try:
                 until_s = min(until_s, SYSTEM_CLOCK.monotonic_s() + patience_s)
                 if self._claim.acquire(blocking=False):
@@ -186,7 +187,7 @@ def call_with_deadline(
                 raise late()  # noqa: TRY301 - the call is given up in this case, too
     except BaseException as error:
         if not background.give_up(cancel, timing.interrupt_s if patience_s is None else patience_s):
-            error.add_note(f"penstock: a stuck {name} was left behind")
+            error.add_note(f"penstock: the thread of a call that is stuck ({name}) was left behind")
         raise
     return background.result()
 

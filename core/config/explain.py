@@ -1,4 +1,6 @@
-"""Explains in readable lines why a mapping does not fit a pydantic model, without its values.
+"""Explains why a mapping does not fit a pydantic model.
+
+Each problem is one readable line, which never shows the wrong value.
 
 Tested in `tests/core/config/test_model.py`.
 """

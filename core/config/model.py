@@ -233,7 +233,7 @@ Duration: TypeAlias = Annotated[
 
 
 class Retention(_Model):
-    """Which checkpoints to keep. Checkpoints that no option keeps are deleted.
+    """Which checkpoints to keep. Checkpoints without a tag that no option keeps are deleted.
 
     Attributes:
         keep_last: Keep the N newest.
@@ -284,13 +284,12 @@ class Schedule(_Model):
     Attributes:
         every: The steps from one save to the next; `"auto"` chooses them from measurements of the
             run.
-        overhead: The largest share of the training time that saves, and logs if the run logs, may
-            cost the training thread.
-        mtbf_s: The mean time between failures of the job, in seconds. With it, the interval is
-            Young's optimum if the overhead allows that; otherwise the shortest interval that the
-            overhead allows.
-        max_replay_s: Seconds that the replay of a [log](logs.md) may take, if the overhead allows
-            it. By default as long as the last restore of this process.
+        overhead: The largest share of training time that saves may cost the training thread. If the
+            run logs, the cost of the log counts too.
+        mtbf_s: The mean time between failures of the job, in seconds. The interval is the shortest
+            that `overhead` allows, or Young's optimum for this time if that is longer.
+        max_replay_s: The longest time, in seconds, that the replay of a [log](logs.md) should take;
+            `overhead` has priority. Default: the time that this process's last restore took.
     """
 
     every: Annotated[
@@ -401,9 +400,10 @@ class CheckpointerConfig(_Model):
         workers: Threads that encode and hash. The default is the number of cores that the process
             may use (affinity, the CPU limit of a container), divided by `LOCAL_WORLD_SIZE`, but at
             most 4.
-        log_sync: Number of logged steps that are made durable together; a crash loses at most as
-            many, a killed process on a local disk at most one. An object store gets one object for
-            them. The default is 1 in memory or on a disk of this machine, else 8.
+        log_sync: Number of logged steps that are made durable together. A crash of the machine
+            loses at most this many; if only the process is killed, a log on a local disk loses at
+            most one. In an object store these steps are one object. The default is 1 in memory or
+            on a disk of this machine, else 8.
         grace_s: Seconds for which `prune` keeps uncommitted data. Must be above 0: a save without
             progress for half of this time is never committed.
         prefer: The distribution to use for each plugin name that several distributions claim.
@@ -555,7 +555,7 @@ def _parse(suffix: str, text: str) -> object:
         return json.loads(text)
     if suffix in {".yaml", ".yml"}:
         return _parse_yaml(text)
-    msg = f"its name ends in {suffix or 'nothing'}: use .toml, .yaml, .yml or .json"
+    msg = f"its suffix is {suffix or 'missing'}: use .toml, .yaml, .yml or .json"
     raise ValueError(msg)
 
 

@@ -2,15 +2,19 @@
 
 A checkpoint needs its own blobs, and blobs that it borrows from other saves. The target may have
 some of them, from an earlier copy or for another checkpoint there. The copy publishes an intent
-that names all these uids, and then decides which blobs to keep. From then on no deletion takes
-blobs that a record there needs. Blobs that no record needs are trusted only if a lease lists them
-as durable. The copy writes missing blobs under a lease of their uid.
+that names all these uids, and then decides for each uid which blobs to trust:
 
-Blobs that no record needs, and that have no lease of a copy, are orphans of a deletion. That
-deletion was killed, left them because another tier needs them, or is still running. Deletions that
-begin after the intent is published spare them, and the copy waits for earlier ones to end
-(`Timing.deletion_s`). Then orphans with an index are durable, and the copy keeps those that the
-checkpoint needs. It copies the others again.
+- Blobs that a record at the target needs are trusted, and no deletion takes them from now on.
+- If no record needs them, but a copy's lease is beside them, only blobs that the lease lists as
+  durable are trusted.
+- If there is neither a record nor a lease, the blobs are orphans of a deletion. That deletion was
+  killed, left them because another tier needs them, or is still running. Deletions that begin after
+  the intent is published spare them, and the copy waits for earlier ones to end
+  (`Timing.deletion_s`). Then the orphans are trusted if the uid has an index, since the index was
+  published after them.
+
+The copy keeps trusted blobs that it does not find damaged. It writes all other blobs that the
+checkpoint needs under a lease of their uid.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ def in_flight(
     Leaves out copies that ended before they published the index: a copy that resumes one of them
     takes its lease first, and then checks all its data again.
 
-    The caller may change data if no uid is returned, so it must hold the leases of that data.
+    If no uid is returned, the caller may change data that these uids need. It must hold the leases
+    of that data.
 
     Args:
         target: The place of the copies.
@@ -120,7 +125,8 @@ class BlobSites:
             check_source: Called before orphans, possibly the only copy, are deleted; raises unless
                 the source is good.
             await_deletions: Waits until all deletions that began before the intent have ended.
-            trust_sealed: Whether to keep blobs with the right length without reading them.
+            trust_sealed: Whether to keep own blobs, and blobs that an earlier copy sealed, without
+                reading them if they have the right length. Orphans are always read.
             repair: Whether to replace damaged blobs even if others need them.
 
         Raises:
@@ -172,8 +178,9 @@ class BlobSites:
         """Return the names of wanted blobs that are trusted and not found damaged."""
         present = site.right_length(site.trusted)
         good = {blob.name for blob in present}
-        # Borrowed blobs that others need are not read again: each save of a long chain would read
-        # them all. Own blobs are: a forged record may have another checkpoint's uid.
+        # Borrowed blobs that others need are not read again: in a long chain, the copy of each
+        # checkpoint would read them all. Own blobs are read: a forged record may have another
+        # checkpoint's uid.
         if repair or site.is_orphaned or (site.is_own and not trust_sealed):
             good -= read(present)
         return good
@@ -183,9 +190,9 @@ class BlobSites:
         if not site.is_own:
             self._refuse_foreign(site)
             lease = Lease(self._target, site.uid, self._timing)
-            # Blobs that a lease does not list count as torn, so its first record lists these. A
-            # later one would be too late: a deletion may at any moment leave a save in flight as
-            # the only one that needs them.
+            # Blobs that a lease does not list count as torn, so the first record of this lease
+            # lists the trusted ones. A later record would be too late: a deletion may at any moment
+            # delete the records that need these blobs, and then only the lease vouches for them.
             lease.take(durable=site.trusted)
             self._leases[site.uid] = lease
             # Checked again: the copy that held the lease before may have committed since.
@@ -217,7 +224,7 @@ class BlobSites:
         lease, present = self._leases[site.uid], set(site.sizes)
         stale = present & {blob.name for blob in site.wanted} - good
         if site.is_used and stale & site.trusted and not repair:
-            why = "which other checkpoints there need, and which is damaged there"
+            why = "needed by other checkpoints there, but damaged"
             remedy = "Delete every step there that `penstock verify --all` names, then copy again."
             raise self._busy(stale & site.trusted, why, remedy)
         if site.is_own and not site.is_used:
@@ -242,7 +249,7 @@ class BlobSites:
         return BusyError(msg)
 
     def _is_old(self, site: _Site) -> bool:
-        """Return whether `prune` may delete the leftover data at any moment."""
+        """Return whether the leftover data is so old that `prune` may soon delete it."""
         if not site.blobs:
             return False
         newest_s = max(info.modified_s for info in site.blobs)
@@ -272,9 +279,10 @@ class BlobSites:
     def remove(self) -> None:
         """Delete all leases, the checkpoint's own last; release those that must stay.
 
-        An earlier copy's lease of a borrowed uid stays. That copy may have left other files, which
-        no copy touches without a lease. A lease over orphans stays too: without it all orphans
-        would count as durable.
+        The lease that an earlier copy left for a borrowed uid must stay: that copy may have left
+        other files, which no copy touches without a lease. The lease of orphans without an index
+        must stay too, since some of them may be torn: now that this checkpoint borrows from their
+        uid, a later copy would trust all of them if there were no lease.
         """
         for uid, lease in reversed(self._leases.items()):
             if uid != self._record.uid and (lease.found or uid in self._unsure):
@@ -310,8 +318,8 @@ class _Site:
         is_orphaned: Whether there are blobs, but no record that needs them and no copy's lease.
         is_foreign: Whether a save in flight may own these blobs. False for the checkpoint's own
             uid, which the copy checks before it publishes its intent.
-        awaited_by: The uids of other saves and copies without a record whose intents name this
-            uid; empty for the checkpoint's own uid.
+        awaited_by: For borrowed orphans without an index, the uids of other saves and copies that
+            no record names yet and whose intents name this uid; otherwise empty.
         trusted: The names of blobs that are durable: a record needs them, or, for orphans, the
             index was published after them.
     """
@@ -355,7 +363,8 @@ class _Site:
         self.has_intent = intent_name(uid) in names
         self.has_index = index_name(uid) in names
         self.is_orphaned = bool(self.sizes) and not (self.is_used or of_copy)
-        # Even before it has a blob: a lease beside its intent would make it look like a copy.
+        # Even if the save has no blob yet: a lease beside its intent would make it look like a
+        # copy.
         is_unknown = not (self.is_own or self.has_index or self.is_used or of_copy)
         self.is_foreign = is_unknown and self.has_intent
         others = survey.borrowers(uid) - {own_uid}

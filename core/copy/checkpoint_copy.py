@@ -1,8 +1,8 @@
 """Copies one committed checkpoint from one store to another, byte for byte.
 
 The copy writes in the order of a save: the intent, the blobs, the parts and index, and last the
-commit record. So wherever the copy ends, half a checkpoint is never listed, read or pruned at the
-target, and sealed blobs need not be copied again.
+commit record. So wherever the copy ends, the target never lists or reads half a checkpoint, and the
+next copy need not copy sealed blobs again. `prune` deletes nothing of a copy in flight.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CopyReport:
         bytes_copied: The bytes of the blobs that were copied.
         bytes_kept: The bytes of the blobs that were already there.
         blobs: The number of blobs.
-        already_there: Whether the checkpoint was already committed there; then only the sizes of
-            its files were compared.
+        already_there: Whether the checkpoint was already committed there; then its files were
+            compared by name and size, and its blobs were not read.
     """
 
     step: int
@@ -190,8 +190,10 @@ class CheckpointCopy:
             CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
             StepExistsError: The target has another checkpoint at that step, or one with this uid.
             BusyError: Another process has taken over, or copies this checkpoint or one that needs
-                the same blobs. Or the target has data of these uids that no copy wrote.
-            SaveAbortedError: The copy was cancelled, or stalled so long that prune may delete it.
+                the same blobs. Or the target has data of these uids that no copy wrote, or damaged
+                blobs that other checkpoints need.
+            SaveAbortedError: The copy was cancelled; or it stalled so long that prune may delete
+                its data; or a file that it had written is gone.
             LostRaceError: Another saver published that step first.
             CommitUnknownError: The checkpoint may or may not exist at the target.
             StorageError: A store failed.

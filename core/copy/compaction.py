@@ -1,8 +1,8 @@
 """Compacts checkpoints: rewrites those of a chain so that they borrow nothing.
 
-A compaction saves the next generation of a step, and reads the state from its checkpoint. So a
-crash at any moment leaves the older generation or both, and a reader takes the newest. Blobs of the
-older generation stay while others borrow them.
+A compaction saves the next generation of a step, and reads the state from the checkpoint that the
+step has now. So a crash at any moment leaves the older generation or both, and a reader takes the
+newest. Blobs of the older generation stay while others borrow them.
 
 A checkpoint that is deleted or saved again during its compaction must not come back. So the
 compaction reads the checkpoint's record right before the commit, and all records of the step right
@@ -135,9 +135,9 @@ class Compactor:
         delete its log.
 
         Args:
-            steps: The steps. None chooses the steps that keep blobs of deleted checkpoints alive,
-                and the steps that borrow from these, which would keep the replaced generations
-                alive.
+            steps: The steps. None chooses the steps that borrow blobs of deleted checkpoints, and
+                the steps that borrow from those steps: otherwise they would keep the blobs of the
+                replaced generations alive.
             everything: Without `steps`, choose all checkpoints that borrow.
 
         Raises:
@@ -260,7 +260,7 @@ class Compactor:
     def _needed_bytes(
         self, records: Collection[CommitRecord], own: dict[str, int] | None = None
     ) -> int:
-        """Return the size of the blobs of `records` and of those that they borrow.
+        """Return the size of all blobs that the checkpoints of `records` own or borrow.
 
         Args:
             records: The commit records.
@@ -273,7 +273,10 @@ class Compactor:
         return sum(named.values()) + sum((own or {}).get(uid, size) for uid, size in lent.items())
 
     def _size_alone(self, record: CommitRecord) -> int:
-        """Estimate the size without borrowing, from the frame without a base below each chunk."""
+        """Estimate the size of a checkpoint that borrows nothing.
+
+        Counts, for each chunk, the frame at the end of its chain of deltas, which has no base.
+        """
         contents = Contents(self._backend, record, self._registry)
         lengths: dict[tuple[int, int, int], int] = {}
         described = (one for o in contents.objects() for one in contents.descriptions(o))
@@ -317,5 +320,8 @@ class _Compaction(SaveSurroundings):
 
 
 def _gone(record: CommitRecord) -> CheckpointGoneError:
-    msg = f"step {record.step} was deleted or saved again during its compaction, which was given up"
+    msg = (
+        f"step {record.step} was deleted or saved again during its compaction, so the compaction "
+        "was given up"
+    )
     return CheckpointGoneError(msg)

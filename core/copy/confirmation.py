@@ -45,10 +45,10 @@ def confirmed(
 ) -> bool:
     """Make a checkpoint's record durable at the target; return whether the checkpoint is whole.
 
-    A power cut may remove a record whose publish got no reply: its folder may not have been
-    synced, or its data may have been in a root that was replaced. So the record is published again,
-    but only if a lease is left beside its data. Without a lease, a late publish request could
-    replace a later save of that step. A record without its data is deleted.
+    A record whose publish got no reply may not be durable: its folder may not have been synced. So
+    the record is published again, but only if a lease is left beside its data. Without a lease, the
+    request to publish it could arrive late, and replace the record of a later save of that step. If
+    the data is missing, for example because the root was replaced, the record is deleted.
 
     Args:
         target: The place to check.
@@ -164,13 +164,12 @@ def retract(target: Backend, record: CommitRecord) -> None:
         delete_records(target, [name], uids={name: record.uid})
 
 
-# `Checkpoint.verify` stays a second verifier; both compare checksums by `mismatches`.
-# `Checkpoint.verify` decodes frames and reports the damage of every object, so it reads frame by
-# frame with a `Loader`. This function is a copy without a target: it shares the `BlobMover`, which
-# verifies bytes as they pass anyway, and whose pieces cut through frames, so that no frame could be
-# decoded from them. A `Loader` would need the records of all objects (twice the time and eight
-# times the memory with 100,000 small objects, beside training). It also has no rate limit, and does
-# not call `on_look` while the store hangs.
+# There are two verifiers, which both compare checksums by `mismatches`. `Checkpoint.verify` decodes
+# frames and reports the damage of every object, so it reads frame by frame with a `Loader`. This
+# function is a copy without a target: the `BlobMover` verifies bytes as they pass anyway, but its
+# pieces cut through frames, so it cannot decode them. A `Loader` would need the records of all
+# objects (twice the time and eight times the memory with 100,000 small objects, beside training).
+# It also has no rate limit, and does not call `on_look` while the store hangs.
 def verify_blobs(
     source: Backend,
     record: CommitRecord,

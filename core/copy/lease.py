@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 SILENT_S = 15 * 60.0
-"""The seconds after which another machine's lease ends if it is not refreshed."""
+"""The seconds after which a lease ends if it is not refreshed.
+
+A lease that a process of this machine holds ends with that process.
+"""
 
 _LIMIT_BYTES = 64 << 20
 _held: set[str] = set()  # the tokens of this process's copies in flight
@@ -187,7 +190,10 @@ class Lease:
             log.warning("%s could not be released: %s", self._name, str(error))
 
     def remove(self) -> None:
-        """Delete the lease, which no later copy needs; log a failure, since the lease expires."""
+        """Delete the lease, which no later copy needs.
+
+        Only logs a failure, since the lease expires anyway.
+        """
         _held.discard(self._record.token)
         try:
             self.check()  # the record may be another copy's lease
@@ -245,9 +251,9 @@ class Lease:
         if found and found.token:
             holder = f"process {found.pid} on {found.host}"
         msg = (
-            f"{holder} is already copying this checkpoint to {self._backend.url}: wait until it is "
-            f"done. If that process was killed, its lease ({self._name}) ends "
-            f"{SILENT_S / 60:.0f} minutes after its last refresh."
+            f"{holder} is already copying this checkpoint, or one that needs the same blobs, to "
+            f"{self._backend.url}: wait until it is done. If that process was killed, its lease "
+            f"({self._name}) ends {SILENT_S / 60:.0f} minutes after its last refresh."
         )
         return BusyError(msg)
 

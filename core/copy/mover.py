@@ -166,7 +166,8 @@ class Callbacks:
         sealed: Called with the name of a blob that is durable.
         damaged: Called with the ranges of a blob that do not match. If it raises, the move ends;
             otherwise the move continues.
-        missing: Called with the error for a missing or truncated blob. If it raises, the move ends.
+        missing: Called with the error for a missing or truncated blob. If it raises, the move ends;
+            otherwise the move continues.
         alive: Called at least every few seconds, even while a store hangs; may raise to end the
             move.
         owned: Called after a failure; returns whether the names at the target still belong to this
@@ -245,7 +246,9 @@ class BlobMover:
             self._check_alive()
 
     def run(self, transfers: Iterable[BlobTransfer]) -> None:
-        """Move all blobs; on return nothing is in flight, and unsealed blobs are aborted.
+        """Move all blobs; on return, and after an error, nothing is in flight.
+
+        After an error, aborts unsealed blobs unless another copy has taken over their names.
 
         Raises:
             SaveAbortedError: The move was cancelled.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, WorstErrors
 
 STAGING_BYTES = 256 << 20
-"""The memory for chunks in flight if the configuration does not set any."""
+"""The memory for chunks in flight if the configuration does not set `staging_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ class Reencoding:
     Attributes:
         config: Rules, sizes of chunks and blocks, staging budget and grace time of the target.
         selection: The objects to copy.
-        keep_codecs: Whether to encode every object with its own codecs, not those of the rules.
+        keep_codecs: Whether to encode every object with the lossless codecs that it is stored with,
+            instead of those of the rules.
         overwrite: Whether to replace the target's checkpoint at that step.
         alone: Whether the copy borrows nothing, even if codecs of the rules need a base. With
             `keep_codecs` it never borrows.

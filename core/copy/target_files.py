@@ -1,7 +1,8 @@
 """Publishes the files of a copy at its target, and checks which existing files it may replace.
 
 A uid is not secret: a user who can write the source could give a checkpoint the uid of another
-checkpoint of the target, or of a save in flight there, and make a copy destroy that data.
+checkpoint of the target, or of a save in flight there. Without the checks, a copy would then
+destroy the data of that checkpoint or save.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TargetFiles:
             record: The commit record of the checkpoint.
             lease: The lease of its uid at the target.
             publisher: Publishes the intent.
-            timing: As for `Lease`.
+            timing: Sets how often a lease is refreshed.
             repair: Whether the target's copy is known to be damaged, so that data is replaced
                 even without a lease.
         """
@@ -75,7 +76,7 @@ class TargetFiles:
         """Whether the target may have data of this copy or an earlier one."""
 
     def check(self) -> None:
-        """Raise unless an earlier copy or a deletion left all data of the uid.
+        """Raise if the target has data of the uid that no earlier copy and no deletion left.
 
         Raises:
             StepExistsError: Another checkpoint uses the data of this uid.
@@ -128,7 +129,7 @@ class TargetFiles:
         return self._repair or self._lease.found
 
     def _check(self, *, has_lease: bool) -> set[str]:
-        """Raise unless an earlier copy or a deletion left all data of this uid.
+        """Raise if the target has data of the uid that no earlier copy and no deletion left.
 
         The copy replaces data that a deletion of this checkpoint left, except blobs that others
         borrow (see `BlobSites`).
@@ -157,8 +158,9 @@ class TargetFiles:
     def _left_of(self, names: set[str]) -> set[str]:
         """Return the names that a deletion has left, or may be deleting, at the target.
 
-        A save in flight has an intent, and no index until its end. A deletion deletes the intent
-        first. If it was killed before that, the manifest there equals the one to be copied.
+        Data with an intent may belong to a save in flight, which has no index until its end. A
+        deletion deletes the intent first; if it was killed before that, the target still has the
+        index and parts, and they equal the ones to be copied.
 
         Raises:
             BusyError: The data may belong to a save in flight, or such a save may need it.

@@ -49,8 +49,9 @@ class Change:
 
     Attributes:
         path: The shown path of the object or container; for metadata, the key.
-        what: `only_a`, `only_b`; `type` (kind, dtype, shape or form), `tie` (tied or not, or to
-            another object), `bytes` (of a tensor), `value`; `container`; `metadata`.
+        what: For an object, `only_a` or `only_b` (the other checkpoint lacks it), `type` (kind,
+            dtype, shape or form), `tie` (whether it is tied, or to which object), `bytes` (of a
+            tensor), or `value`. Otherwise `container` or `metadata`.
         a: A short description of the item in the first checkpoint; None if it is not there.
         b: The same for the second checkpoint.
         norms: The norms of the difference of two tensors, if requested.
@@ -70,7 +71,7 @@ class CheckpointDiff:
     Attributes:
         changes: The differences of objects in tree order, then of containers, then of metadata.
         compared: The number of selected objects that both checkpoints have.
-        bytes_read: The bytes of objects read on both sides.
+        bytes_read: The bytes of objects that were read, of both checkpoints together.
     """
 
     changes: tuple[Change, ...]
@@ -237,9 +238,9 @@ def _described(record: ObjectRecord) -> str:
 
 
 def _shown_values(one: bytes, other: bytes, form: str) -> tuple[str, str]:
-    """Return short texts of both values around their first difference, for JSON values only.
+    """Return short texts that show JSON values around their first difference.
 
-    Other values show only their form and length.
+    For values of any other form, return only the form and the length.
     """
     if form != "json":
         return f"{form} of {len(one)} bytes", f"{form} of {len(other)} bytes"
@@ -322,13 +323,18 @@ class Pair:
 
 
 def same_by_checksums(a: Contents, b: Contents, pair: Pair) -> bool | None:
-    """Compare the bytes of a pair by stored checksums; return None if they do not decide."""
+    """Compare the bytes of a pair by stored checksums.
+
+    Returns:
+        True if the checksums show that the bytes are equal, False if they show a difference, and
+        None if the bytes must be read.
+    """
     if not pair.nbytes:
         return True
     if pair.a.derived is not None or pair.b.derived is not None:
         masters = Pair(a.master(pair.a), b.master(pair.b))
-        # Equal masters round to equal elements; different masters decide nothing. An object that is
-        # its own master has bytes of another length.
+        # Equal masters round to equal elements; different masters decide nothing. If only one side
+        # is derived, its master has another spec than the other object, and decides nothing either.
         same_kind = masters.a.spec == masters.b.spec
         return (same_kind and same_by_checksums(a, b, masters)) or None
     # Chunks with other bounds have checksums over other bytes, which cannot be compared.
@@ -410,7 +416,8 @@ def _same_chunk(one: _Stored, other: _Stored) -> bool | None:
             return True
         # In a shared frame (a slab) the difference may be another object's.
         return False if one.alone and other.alone else None
-    # Blocks are cut at offsets in the file: frames with another phase have other blocks.
+    # Blocks are cut at offsets in the file, so frames that begin at different offsets in a page
+    # have blocks over different bytes, which cannot be compared.
     if one.block_bytes != other.block_bytes or f.offset % PAGE_BYTES != g.offset % PAGE_BYTES:
         return None
     return _same_blocks(one, other)
@@ -472,9 +479,10 @@ class Norms:
         differing: The number of elements that differ in value. NaN differs from a number, but NaN
             equals NaN and -0 equals 0. None if the elements are not numbers.
         max_abs: The greatest absolute difference; None if no difference is finite.
-        l2: The root of the sum of squared differences.
+        l2: The root of the sum of squared differences; None if no difference is finite, or the sum
+            overflows.
         relative_l2: `l2` divided by the root of the sum of squares of `a`'s finite values; None if
-            that root is 0.
+            that root is 0, or `l2` is None.
         nan: The number of elements that are NaN in either tensor.
         inf: The number of elements that differ by infinity.
     """

@@ -65,7 +65,9 @@ def test_a_hung_call_ends_at_its_deadline_and_abandons_its_thread(hang):
         call_with_deadline(
             "ask", hang, deadline, LateError, timing=QUICK, cancel=lambda: cancelled.append(1)
         )
-    assert caught.value.__notes__ == ["penstock: a stuck ask was left behind"]
+    assert caught.value.__notes__ == [
+        "penstock: the thread of a call that is stuck (ask) was left behind"
+    ]
     assert cancelled == [1]
     (thread,) = {*abandoned("ask")} - others
     assert thread.daemon  # no interpreter waits for it

@@ -153,8 +153,8 @@ def test_wrong_file_is_refused_by_name(tmp_path):
         ("a.yaml", "a: [", "is not valid"),
         ("a.yaml", "- 1", "holds a list, not a table"),
         ("a.yaml", "", "holds a NoneType, not a table"),
-        ("a.ini", "", "ends in .ini: use .toml, .yaml, .yml or .json"),
-        ("plain", "", "ends in nothing"),
+        ("a.ini", "", "its suffix is .ini: use .toml, .yaml, .yml or .json"),
+        ("plain", "", "its suffix is missing"),
         ("a.toml", "mod = 1", "mod: unknown key"),
     ]:
         path = tmp_path / name
