@@ -81,7 +81,10 @@ class DeltaCodec(Codec):
         if how is None:
             return DECLINED
         if out.nbytes < chunk.nbytes + size:
-            msg = f"delta: {chunk.nbytes} bytes need {chunk.nbytes + size} bytes, not {out.nbytes}"
+            msg = (
+                f"delta: {chunk.nbytes} bytes need an output of {chunk.nbytes + size} bytes, not "
+                f"{out.nbytes}"
+            )
             raise CodecError(msg)
         target = _words(flat_view(out)[: chunk.nbytes + size], size)
         _compare(new, old, how, target[:-1])

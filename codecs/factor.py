@@ -49,8 +49,8 @@ _BLOCK = 32 << 10
 _MOST_EXCEPTIONS = 1 / 4  # of the elements; each takes 2 to 6 bytes more than others
 _RUN = 16  # consecutive elements of a sample
 _TRIED = 12  # elements that show which candidates are worth the whole sample
-_ANCHORS = slice(None, None, 3)  # of them; 4 exceptions are 0.4 % of the worst accepted chunks
-_BEST = 4  # candidates; a neighbor of the factor fits some elements too
+_ANCHORS = slice(None, None, 3)  # 4 of them give candidates; rarely (0.4 %) all are exceptions
+_BEST = 4  # candidates to try on the sample; neighbors of the factor fit some elements too
 _ONE, _MANTISSA, _INFINITY, _SIGN = 0x3F80_0000, 0x7F_FFFF, 0x7F80_0000, 0x8000_0000
 _MANTISSAS = np.arange(128, 256, dtype=np.float32) / np.float32(128)
 
@@ -79,7 +79,7 @@ class FactorCodec(Codec):
         return raw_length
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Describe a bfloat16 number for each element, then numbers with everything else."""
+        """Describe the bfloat16 numbers, one for each element, and the tail with the rest."""
         del context
         return CodecOutput("bfloat16", 2, elementwise=True, tail=True)
 
@@ -95,7 +95,7 @@ class FactorCodec(Codec):
         if factor is None:
             return DECLINED
         if target.nbytes < source.nbytes:
-            msg = f"factor: {source.nbytes} bytes may need as many bytes, not {target.nbytes}"
+            msg = f"factor: {source.nbytes} bytes need an output of as many, not {target.nbytes}"
             raise CodecError(msg)
         words: Codes = np.frombuffer(target[: source.nbytes], "<u2")
         places = _divide(bits, factor, words[: bits.size])

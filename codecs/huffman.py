@@ -139,7 +139,8 @@ def _fit(per_length: Any) -> None:
     for length in range(1, _LONGEST + 1):
         space += per_length[length] << (_LONGEST - length)
     while space > 1 << _LONGEST:
-        # One code becomes two that are one bit longer: for its byte, and for a longest code's.
+        # One code becomes two that are one bit longer: one for its byte, and one for a byte that
+        # had one of the longest codes.
         length = _LONGEST - 1
         while not per_length[length]:
             length -= 1

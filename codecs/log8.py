@@ -131,7 +131,10 @@ class Log8Codec(Codec):
             raise CodecError(msg)
         lows, highs, codes = _parts(source, count)
         if np.any(lows > highs) or (len(highs) and highs.max() >= _INFINITY):
-            msg = f"log8: a frame of {source.nbytes} bytes has a block that no float fits into"
+            msg = (
+                f"log8: a frame of {source.nbytes} bytes has a block whose smallest and largest "
+                "numbers are not valid"
+            )
             raise CodecError(msg)
         for first in range(0, len(lows), _BATCH):
             at, stop = first * _BLOCK, min((first + _BATCH) * _BLOCK, count)

@@ -118,7 +118,10 @@ class Disk:
             return self._survived([(n, choice.choice(f)) for n, f in self._fates()], choice)
 
     def cuts(self, choice: random.Random, *, most: int) -> list[Disk]:
-        """Cut the power, and return a disk for each combination of outcomes, at most `most`."""
+        """Cut the power, and return a disk for each combination of outcomes.
+
+        If there are more than `most` combinations, returns `most` random outcomes.
+        """
         with self._lock:
             self._dead = True
             fates = self._fates()

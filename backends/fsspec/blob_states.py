@@ -74,7 +74,7 @@ def _end(futures: Collection[Future[None]]) -> None:
 
 
 class WriterState(Enum):
-    """The state of a blob."""
+    """The states of a blob that is written, from its creation to its seal or abort."""
 
     OPEN = auto()
     SEALING = auto()  # an abort waits until this ends

@@ -52,8 +52,8 @@ class LocalConfig(PluginConfig):
         path: The root folder; the first write creates it.
         direct_io: `auto` bypasses the page cache if a probe succeeds. `on` raises an error if the
             probe fails. `off` never bypasses the cache.
-        allocate_bytes: The space to reserve ahead of the writes, in bytes; 0 reserves none. `seal`
-            frees the surplus.
+        allocate_bytes: The space to reserve ahead of direct writes, in bytes; 0 reserves none.
+            `seal` frees the surplus. Writes through the page cache reserve none.
         owner: For a root in a folder that all users can write to (`/tmp`, `/dev/shm`): `self`
             requires that this user or root owns it, `any` trusts every owner.
     """

@@ -236,7 +236,7 @@ class SpaceAhead:
             self._window = 0
 
     def reach(self, fd: int, stop: int) -> None:
-        """Reserve space at least up to the offset `stop`."""
+        """Reserve space up to the offset `stop` or further, if possible."""
         with self._lock:
             if not self._window or stop <= self._reserved:
                 return
@@ -327,7 +327,7 @@ def _probe_writing(root: str) -> tuple[str | None, bool]:
     except OSError as error:
         # Not final: a root that cannot be written may still be read directly, and a missing one may
         # be created later.
-        return f"cannot be probed in {folder}: {error.strerror}", False
+        return f"it cannot be probed in {folder}: {error.strerror}", False
     try:
         return _refused(fd) or _round_trip(fd), True
     finally:

@@ -70,7 +70,7 @@ def fallocate(fd: int, offset: int, length: int) -> None:
     """Reserve blocks and extend the file; unlike `posix_fallocate` it never writes zeros.
 
     Raises:
-        OSError: `EOPNOTSUPP` or `ENOSYS` where it is not supported.
+        OSError: The blocks cannot be reserved: `EOPNOTSUPP` or `ENOSYS` if that is unsupported.
     """
     _call("fallocate", fd, 0, ctypes.c_long(offset), ctypes.c_long(length))
 
@@ -106,7 +106,10 @@ def file_system_type(fd: int) -> int:
 
 
 def memory_file_system(fd: int) -> str | None:
-    """Return the name of an in-memory file system, which may accept O_DIRECT; else None."""
+    """Return the name of the file system of `fd` if it keeps files in memory, else None.
+
+    Such a file system may accept O_DIRECT, although its files stay in memory.
+    """
     try:
         return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:

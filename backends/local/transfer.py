@@ -137,8 +137,8 @@ def failed(error: StorageError) -> Future[None]:
 def settle(future: Future[None]) -> None:
     """Wait for `future`, and raise its error.
 
-    Even after an interrupt (Ctrl-C), returns only when no buffer is in use. Otherwise the caller
-    would free memory that the kernel still writes to.
+    An interrupt (Ctrl-C) is raised only once no buffer is in use. Otherwise the caller would free
+    memory that the kernel still writes to.
     """
     try:
         future.result()

@@ -134,7 +134,7 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
             kinds = (Halves.UNSIGNED, *kinds)
         else:
             head[1] = min(8.0, head[1] + 1)  # the sign
-        # Residuals have random mantissas, even if those of the elements are not.
+        # Residuals have random mantissas, even if the elements' own mantissas are not random.
         random = head[1] > _RANDOM_BITS + (not unsigned)
         prediction, left = _predict(words, context) if predict and random else (None, 0.0)
         if prediction is not None and unsigned:
@@ -191,7 +191,10 @@ class FloatsplitConfig(PluginConfig):
 
 
 class FloatsplitCodec(Codec):
-    """Encodes exponents of floats with Huffman codes, and stores mantissas unencoded."""
+    """Splits elements into planes of bytes, and encodes the planes that compress.
+
+    Exponents of floats get Huffman codes. Most mantissas do not compress, and are stored unencoded.
+    """
 
     name: ClassVar[str] = "floatsplit"
     version: ClassVar[int] = 1
@@ -230,7 +233,7 @@ class FloatsplitCodec(Codec):
         needed = self.max_encoded_size(source.size)
         target = np.frombuffer(flat_view(out), np.uint8)
         if target.size < needed:
-            msg = f"floatsplit: {source.size} bytes may need {needed} bytes, not {target.size}"
+            msg = f"floatsplit: {source.size} bytes may need {needed} of output, not {target.size}"
             raise CodecError(msg)
         length = _write(words, target, decision)
         return length if length < source.size else DECLINED

@@ -384,7 +384,7 @@ def its_url_means_the_same_store(open_root: OpenRoot) -> None:
 
 def _options_of(backend: Backend) -> PluginConfig:
     cls, (base, _, query) = type(backend), backend.url.partition("?")
-    what = f"from_url of its own url ({base})"
+    what = f"{cls.__name__}.from_url, called with the backend's own url ({base}),"
     try:
         config: object = cls.from_url(base, dict(parse_qsl(query)))
     except (ValidationError, ConfigError) as error:
@@ -507,7 +507,7 @@ INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
 
 
 def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
-    """Find a file of exactly that size below the folder in the backend's URL."""
+    """Return a file of exactly that size below the folder of the backend; None if there is none."""
     root = Path(unquote(urlsplit(backend.url).path))
     if not backend.capabilities.local or not root.is_dir():
         return None

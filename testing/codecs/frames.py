@@ -251,11 +251,12 @@ def check_output(codec: Codec) -> None:
         with contextlib.suppress(DeclinedChunkError):
             _expect_true(output, len(encode(codec, chunk, context)), facts)
         assert _output(codec, facts) == output, (
-            f"output of {facts.dtype} differs after a chunk was encoded: it must depend on the "
-            "options and the context alone"
+            f"output() for {facts.dtype} returned a different result after a chunk was encoded: it "
+            "must depend only on the options and the context"
         )
         assert _output(reader, facts) == output, (
-            f"output of {facts.dtype} differs in an instance with the same options"
+            f"output() for {facts.dtype} returned a different result from another instance with "
+            "the same options"
         )
 
 
@@ -290,8 +291,8 @@ def _expect_true(output: CodecOutput, length: int, context: CodecContext) -> Non
     )
     least = count * output.itemsize
     assert not output.elementwise or length == least or (output.tail and length > least), (
-        f"encode of {context.dtype} made {length} bytes of {count} elements, not as many "
-        f"elements of {output.dtype}, which output declares by elementwise=True"
+        f"encode of {count} elements of {context.dtype} made {length} bytes, not one element of "
+        f"{output.dtype} for each, which output declares by elementwise=True"
     )
 
 

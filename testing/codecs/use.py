@@ -231,7 +231,7 @@ def check_other_processes(codec: Codec) -> None:
     """
     cls = type(codec)
     if _INSIDE in os.environ:
-        return  # the codec's module checks it on import: that would never end
+        return  # the codec's module runs this check on import: the processes would never end
     if _found(cls.__module__, cls.__qualname__) is not cls or cls.__module__ == "__main__":
         return
     cases = list(_cases(codec))

@@ -157,7 +157,9 @@ def check_source(source: ByteSource, itemsize: int) -> None:
     """
     whole = read_source(source)
     view = source.view()
-    assert (view is None) == (source.address is None), "view and address go together"
+    assert (view is None) == (source.address is None), (
+        "view and address go together: give both, or None for both"
+    )
     if view is not None:
         assert view.contiguous, "the view must be flat"
         assert bytes(view) == whole, "view and copy_out differ"
