@@ -95,7 +95,7 @@ class DeltaCodec(Codec):
         """See `Codec.decode`."""
         size = _word_size(context)
         if context.base is None:
-            msg = "delta: the frame was encoded against an earlier chunk, but none is recorded"
+            msg = "delta: the frame was encoded against a base, but none is recorded"
             raise CodecError(msg)
         if frame.nbytes != out.nbytes + size or context.base.nbytes != out.nbytes:
             msg = (

@@ -118,7 +118,7 @@ def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
 
 @_inner
 def _sort(counts: Any, order: Any, total: Any) -> Any:
-    """List the used bytes and their counts, in ascending order; return the number of bytes."""
+    """List the used bytes and their counts, rarest first; return the number of used bytes."""
     n = 0
     for byte in range(256):
         if counts[byte]:
@@ -152,7 +152,7 @@ def _fit(per_length: Any) -> None:
 
 @_inner
 def _choose(counts: Any, bits: Any) -> Any:
-    """Choose a code length for each used byte; return the longest, 0 for under two used bytes."""
+    """Choose a code length for each used byte; return the longest, 0 if fewer than two are used."""
     order, total = np.empty(256, np.int64), np.zeros(512, np.int64)
     n = _sort(counts, order, total)
     bits[:] = 0

@@ -145,7 +145,9 @@ def check_foreign_objects(subject: Subject) -> None:
     for value, expected in [*mine, *((v, False) for v in (stranger, object(), None, {}))]:
         answer: object = replayer.handles(value)
         assert type(answer) is bool, f"handles returned {answer!r}: it must be True or False"
-        assert answer is expected, f"handles returned {answer} for {type(value).__name__}"
+        assert answer is expected, (
+            f"handles returned {answer} for {type(value).__name__}: it must be {expected}"
+        )
 
 
 @_in_words
@@ -475,7 +477,7 @@ def _bits(value: Any) -> Any:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, including the keys of dicts."""
+    """Yield the tensors in nested containers, even keys of dicts, and the gradients of each."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.grad is not None:

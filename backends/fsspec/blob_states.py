@@ -180,7 +180,10 @@ class StoreWriter(BlobWriter):
     def _check_size(self, length: int) -> None:
         size = self._store.stat(self.name).size_bytes
         if size != length:
-            msg = f"{self._where('seal')}: the store has {size} of {length} bytes; do not use it"
+            msg = (
+                f"{self._where('seal')}: the store kept {size} bytes instead of {length}: save to "
+                "another store"
+            )
             raise StorageError(msg)
 
     def _die(self, cause: BaseException) -> None:

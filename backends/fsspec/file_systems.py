@@ -299,7 +299,7 @@ class FileStore(Store):
 
     @cached_property
     def _renames(self) -> bool:
-        """Whether the file system can rename; fsspec's default `mv` copies and deletes."""
+        """Whether `mv` really renames; fsspec's default `mv` copies and deletes."""
         if self._object_store:
             return False
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
@@ -417,7 +417,7 @@ def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
             )
             raise ConfigError(msg) from error
         if isinstance(cause, (TypeError, ValueError)):
-            msg = f"{config.shown_url}: fsspec refuses it: {scrub(str(cause))}"
+            msg = f"{config.shown_url}: fsspec refuses the URL or `options`: {scrub(str(cause))}"
             raise ConfigError(msg) from error
         raise
     return fs, str(root).rstrip("/")
@@ -526,7 +526,7 @@ def _stores_on_close(stream: Any) -> bool:
 
 
 def _flush(stream: Any) -> None:
-    """Flush a stream, and sync it if it has a file descriptor; `close` stores other streams."""
+    """Flush a stream, and sync it if it has a file descriptor; `close` makes others durable."""
     stream.flush()
     try:
         number = stream.fileno()

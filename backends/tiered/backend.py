@@ -272,7 +272,7 @@ class TieredBackend(Backend):
         def read_some(backend: Backend) -> None:
             missing[:] = _read_there(backend, missing)
             if missing:
-                msg = f"{missing[0].name} is in none of {self.url}"
+                msg = f"{missing[0].name} is in no tier of {self.url}"
                 raise BlobNotFoundError(msg)
 
         self._first(read_some)

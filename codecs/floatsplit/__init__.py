@@ -244,7 +244,7 @@ class FloatsplitCodec(Codec):
         target = np.frombuffer(flat_view(out), np.uint8)
         layout, at = read_head(source, target.size)
         if layout.itemsize != context.itemsize:
-            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements is not {context.dtype}"
+            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements holds no {context.dtype}"
             raise CodecError(msg)
         _read(source, at, target.view(f"<u{layout.itemsize}"), layout)
 

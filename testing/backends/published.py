@@ -155,7 +155,7 @@ def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
             stop.set()
             reader.join()
             sys.setswitchinterval(interval_s)
-        assert len(seen) > 1, "a reader got nothing while the record was replaced"
+        assert len(seen) > 1, "a reader saw no version of a record that was replaced meanwhile"
         assert not torn, f"records of {sorted(torn)} bytes were read, but never published"
 
 
@@ -390,8 +390,8 @@ def _options_of(backend: Backend) -> PluginConfig:
     except (ValidationError, ConfigError) as error:
         fields = ", ".join(cls.Config.model_fields) or "none"
         msg = (
-            f"{what} raises {type(error).__name__}: return an instance of Config (fields: "
-            f"{fields}); the default passes the URL as `url`; else override from_url"
+            f"{what} raises {type(error).__name__}: it must return an instance of Config (fields: "
+            f"{fields}). The inherited from_url sets the field `url`: override it if there is none"
         )
         raise AssertionError(msg) from error
     assert isinstance(config, cls.Config), (
@@ -429,7 +429,7 @@ def direct_io_leaves_the_page_cache_alone(open_root: OpenRoot) -> None:
         expect_equal(read_all(backend, "data/d.raw", len(data)), data)
         file = file_of_size(backend, len(data))
         if file is None or not goes_past_the_cache(file.parent):
-            msg = "no blob file on a file system where direct writes bypass the cache"
+            msg = "found no blob file on a file system where direct writes bypass the page cache"
             raise NotTriedError(msg)
         cached = cached_part(file)
         assert cached is None or cached < _HALF, (

@@ -209,7 +209,7 @@ def _loads(
 
 
 def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
-    """Check that no restore of another stored shape plans a sink of the wrong size."""
+    """Check that a plan for an object stored in another shape has no sink of the wrong size."""
     for path in stored.data:
         objects = [
             o._replace(spec=replace(o.spec, shape=(*o.spec.shape, 3)))

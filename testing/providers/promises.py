@@ -64,7 +64,9 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
         shared = set(provider.forms) & set(other.forms) if other is not provider else ()
         assert not shared, f"{other.name} declares {shared} too: forms are unique"
     for kind in (type("Stranger", (), {}), object):
-        assert provider.claims(kind) is None, f"claims {kind.__name__}, an unknown type"
+        assert provider.claims(kind) is None, (
+            f"claims {kind.__name__}, an unknown type: return None"
+        )
     _names_its_memory(value, provider)
 
 
