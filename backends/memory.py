@@ -52,7 +52,7 @@ _stores_lock = threading.Lock()  # guards `_stores`
 
 
 class MemoryBackend(Backend):
-    """Keeps blobs and records in the memory of this process. Lists no unsealed blobs."""
+    """Keeps blobs and records in this process. Lists an unsealed blob only after a `sync`."""
 
     name: ClassVar[str] = "memory"
     Config: ClassVar[type[PluginConfig]] = MemoryConfig

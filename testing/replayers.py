@@ -152,7 +152,7 @@ def check_foreign_objects(subject: Subject) -> None:
 
 @_in_words
 def check_engine(subject: Subject) -> None:
-    """Check that `engine` is JSON, and equal for a new optimizer and one that has stepped."""
+    """Check that `engine` is JSON and stays equal after steps, and that `obstacle` is empty."""
     replayer = subject.replayer
     new, used = subject.make()[1], subject.make()[1]
     _train(used, 1, 2)

@@ -163,8 +163,8 @@ def is_secret_name(name: str) -> bool:
 def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = False) -> None:
     """Add the strings in options that may be secret to `texts`.
 
-    Leaves out options that are known to be harmless, and short strings whose option has no name
-    that suggests a secret.
+    Leaves out options that are known to be harmless, and short strings of options whose names
+    suggest no secret.
     """
     if isinstance(value, dict):
         for key, inner in value.items():

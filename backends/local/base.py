@@ -70,7 +70,7 @@ class LocalBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = LocalConfig
 
     def __init__(self, config: LocalConfig, /) -> None:
-        """Create the backend without touching the root; the first write creates a missing one."""
+        """Create the backend without touching the root; the first write creates the root."""
         root = os.path.abspath(os.path.expanduser(config.path))
         self._config = config
         self._names = Namespace(root, ownership=None if config.owner == "any" else Ownership(root))
@@ -200,12 +200,12 @@ class LocalBackend(Backend):
         self._names.delete(names)
 
     def check_writable(self) -> None:
-        """Check permissions and mount of the root, or of its nearest existing parent."""
+        """Check that the root, or its nearest existing parent, can be written."""
         self._check_open()
         self._names.check_writable()
 
     def sweep(self, before_s: float, /) -> None:
-        """Remove old temporary files and empty folders."""
+        """Remove temporary files and empty folders that are older than `before_s`."""
         self._check_open()
         self._names.sweep(before_s)
 

@@ -256,9 +256,10 @@ class SpaceAhead:
 
 
 class DirectAccess:
-    """Decides once whether to write and read files under `root` with `O_DIRECT`.
+    """Decides whether to write and read files under `root` with `O_DIRECT`.
 
-    The probe waits for the first use, so that listing a run stays quick.
+    Probes only at the first use, so that listing a run stays quick. The verdict is kept, unless the
+    root could not be probed yet.
     """
 
     def __init__(self, mode: DirectMode, root: str) -> None:

@@ -1,4 +1,4 @@
-"""System calls that Python's `os` lacks, through ctypes, which releases the GIL."""
+"""System calls and memory functions that Python lacks; all but `address` release the GIL."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The conformance suite of state providers, as plain functions for any test.
 
-`store` and `Stored` are a checkpoint in memory that uses providers as core does.
+`store` makes a `Stored`: a checkpoint in memory that uses providers as core does.
 """
 
 from __future__ import annotations
