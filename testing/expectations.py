@@ -41,7 +41,7 @@ class NotDeclaredError(unittest.SkipTest):
 
 
 class NotTriedError(unittest.SkipTest):
-    """Signals a skip: this machine cannot run the check.
+    """Signals a skip: the check cannot run on this machine, or with this store.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -82,7 +82,7 @@ def promise(check: BackendCheck, /) -> BackendCheck:
 
 
 def expect_own_api_version(plugin: object, /) -> None:
-    """Check that the plugin's own class declares its contract version.
+    """Check that the plugin's own class declares the contract version of this Penstock.
 
     Raises:
         AssertionError: The class declares no version, or the wrong one.

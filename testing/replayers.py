@@ -278,7 +278,7 @@ def check_plain_steps(subject: Subject) -> None:
 
 @_in_words
 def check_gradients_changed_by_a_hook(subject: Subject) -> None:
-    """Check that a replay does not run a hook again, which may clip the gradients."""
+    """Check that a replay does not run step hooks again: they may change the gradients."""
 
     def halve(optimizer: Optimizer, *_: object) -> None:
         for parameter in _parameters(optimizer):

@@ -150,7 +150,7 @@ def _facts(placement: Placement) -> list[object]:
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:
-    """Check that a source returns the same bytes whole, in pieces, as a view and by lines.
+    """Check that a source gives the same bytes whole, in pieces, as a view and in sampled lines.
 
     Also checks that the source keeps no buffer.
 
@@ -316,7 +316,7 @@ def describing_after_a_change_sees_it(
     equal: Callable[[Any, Any], bool],
     providers: Providers,
 ) -> None:
-    """Check that a description after a change shows the changed value and its memory."""
+    """Check that a description after a change shows the changed value."""
     value: Any = make()
     # Held until the later description is made. If it were freed, the later one could get the same
     # address, and a provider that wrongly caches by address would pass.
