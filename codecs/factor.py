@@ -86,7 +86,7 @@ class FactorCodec(Codec):
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline a chunk without a common factor."""
+        """See `Codec.encode`. Declines a chunk whose elements have no common factor."""
         source, target = flat_view(chunk), flat_view(out)
         if context.dtype != "float32" or not source.nbytes or source.nbytes % 4:
             return DECLINED
@@ -119,7 +119,7 @@ class FactorCodec(Codec):
         return 2 * length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         source, target = flat_view(frame), flat_view(out)
         count = target.nbytes // 4
         at = count + 2
@@ -228,7 +228,7 @@ def _divide(bits: Bits, factor: int, codes: Codes) -> NDArray[np.intp] | None:
 
 
 def _multiply(codes: Codes, factor: int, out: Bits) -> None:
-    """Write the bits of the product of each code, at most a block, and the factor."""
+    """Write the bits of the product of each code with the factor; takes at most one block."""
     indices = _memory.indices[: codes.size]
     np.copyto(indices, codes)
     # Every code is in the table; "raise", the default, would copy the result once more.
@@ -237,7 +237,7 @@ def _multiply(codes: Codes, factor: int, out: Bits) -> None:
 
 @lru_cache(maxsize=4)  # the chunks of a step have one factor
 def _products(factor: int) -> Bits:
-    """Return the bits of the product of each code and the factor."""
+    """Return a table with the bits of the product of every possible code with the factor."""
     exact = np.arange(128, 256) * (factor & _MANTISSA | 1 << 23)
     shift = np.where(exact >> 31, 8, 7)
     rounded = exact + (1 << shift - 1) - 1 + (exact >> shift & 1) >> shift

@@ -38,8 +38,8 @@ class FsspecConfig(PluginConfig):
         url: The root: `s3://bucket/run`, or any other URL that fsspec knows.
         options: The options of the store: `S3Options` for S3, else the arguments of the fsspec file
             system. Prefer the environment for credentials.
-        part_bytes: Minimum part size of an upload, and maximum request size of a read. Large
-            blobs get larger parts, if their size is known at the start.
+        part_bytes: Minimum part size of an upload, and maximum request size of a read. Blobs
+            above 256 MiB get parts of up to 16 MiB, or larger if there would be more than 10,000.
         parallel: Maximum requests in flight.
         buffer_bytes: Maximum memory in flight for parts of S3 uploads that are assembled from
             several writes, or from pieces below 1 MiB. Other parts are sent from the caller's

@@ -1,4 +1,4 @@
-"""The `floatsplit` codec splits exponents from mantissas, and compresses only exponents.
+"""The `floatsplit` codec splits exponents from mantissas, and compresses what shrinks.
 
 The codec samples a chunk to decide how to split it, then splits and encodes its blocks one by one.
 `prediction` has the means of rows and columns, `entropy` encodes one plane, and
@@ -14,7 +14,7 @@ A frame is little-endian and self-contained:
 | ... | the planes, block after block, in each block the lowest first |
 
 One-byte elements have one plane. Larger elements have two planes for their top bytes (see
-`kernels`), then planes for 2 and 4 lower bytes of each element, or one plane for each lower byte.
+`plain`), then planes for 2 and 4 lower bytes of each element, or one plane for each lower byte.
 """
 
 from __future__ import annotations
