@@ -446,7 +446,7 @@ def claim(priority, others=None):
 # -- the mutants ---------------------------------------------------------------------------------
 
 # fmt: off
-broken("version 2 of the contract", "OtherVersion", api_version=2)
+broken("declares api_version 2", "OtherVersion", api_version=2)
 broken("needs a name", "Nameless", name="")
 broken("versions count from 1", "VersionZero", version=0)
 broken("forms is a tuple", "OneFormAsText", forms="good-mean")
