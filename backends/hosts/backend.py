@@ -165,7 +165,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._first(name, partial(_read, some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read with `submit_read` of this host's root; if it lacks a blob, with this `read`."""
+        """Read with `submit_read` of this host's root; if that root lacks a blob, with `read`."""
         if any(request.name in self._known for request in requests):
             return Backend.submit_read(self, requests)
         return self._submit_or_read(self.inner, requests, BlobNotFoundError)
