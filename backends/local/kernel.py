@@ -17,8 +17,6 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class _PyBuffer(ctypes.Structure):
-    """The `Py_buffer` of the C API."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),

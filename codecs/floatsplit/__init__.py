@@ -250,7 +250,6 @@ class FloatsplitCodec(Codec):
 
 
 def _write(words: Elements, out: Bytes, decision: Decision) -> int:
-    """Write the frame into `out`, and return its length."""
     layout = decision.layout
     bounds = layout.bounds(len(words))
     kinds = np.zeros(len(bounds), np.uint8)

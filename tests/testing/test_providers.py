@@ -479,7 +479,7 @@ broken("piece at .* differs", "ReadsToTheEnd", Ring, source={"copy_out": to_the_
 broken("planning changed the target", "PlansInPlace",
        place_mean=placed(lambda placement, value, path, context:
            setattr(value, "count", 0) if context.selected((*path, "count")) else None))
-broken("an unselected restore changed it", "ChangesWhatIsNotSelected",
+broken("a plan without selected objects changed", "ChangesWhatIsNotSelected",
        place_mean=placed(lambda placement, value, path, context: (
            context.selected((*path, "total")) or value.total.zero_(), None)[1]))
 broken("not equal", "ForgetsToPlaceAChild", joined=joined_without_total)
