@@ -52,7 +52,7 @@ _stores_lock = threading.Lock()  # guards `_stores`
 
 
 class MemoryBackend(Backend):
-    """Keeps blobs and records in the memory of this process. Lists no unsealed blobs."""
+    """Keeps blobs and records in this process. Lists an unsealed blob only after a `sync`."""
 
     name: ClassVar[str] = "memory"
     Config: ClassVar[type[PluginConfig]] = MemoryConfig
@@ -79,7 +79,7 @@ class MemoryBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """No alignment, exclusive publish, and a store that ends with the process."""
+        """The capabilities: no alignment, exclusive publish, a store that ends with the process."""
         return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
@@ -222,9 +222,9 @@ class _MemoryWriter(BlobWriter):
             copy_bytes(self._data, written)
 
     def _check_name(self) -> None:
-        """Raise StorageError if the blob was deleted, since another blob may now have its name."""
+        """Raise StorageError if the blob was deleted: its name may now belong to another blob."""
         if self._store.unsealed.get(self._name) is not self:
-            msg = f"cannot seal {self._name} on {self._url}: it was deleted during the write"
+            msg = f"cannot finish {self._name} on {self._url}: it was deleted during the write"
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:

@@ -160,7 +160,7 @@ class CastCodec(Codec):
         return count
 
     def _is_too_large(self, wide: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return which numbers overflow, among numbers whose rounded bits look like it."""
+        """Return which numbers overflow; valid where the rounded bits look like an overflow."""
         if self._to == "float8_e4m3fn":
             return np.abs(wide) > _E4M3FN_ROUNDED
         if self._to in _INFINITE:
@@ -171,9 +171,9 @@ class CastCodec(Codec):
         if not self._warned:
             self._warned = True  # two threads may both log it, which is harmless
             log.warning(
-                "%d of %d numbers of a chunk are too large for %s, so it is stored without the "
-                "codec cast, as is every such chunk (logged once); saturate=true would make them "
-                "the largest number of that format",
+                "%d of %d numbers of a chunk are too large for %s. Such chunks are stored without "
+                "the codec cast (logged once); with saturate=true the numbers would become the "
+                "largest number of that format",
                 count,
                 elements,
                 self._to,

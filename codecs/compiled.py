@@ -73,8 +73,8 @@ def add(differences: Any, old: Any, out: Any) -> None:
 # Each kind of split as numbers, so that the loops have no branches; the columns are the `Halves`.
 # The first plane is `d >> shift`, the second `d & low | d >> 8 & sign`, where `d` is the top of an
 # element minus its prediction. `extended` is the top bit of the first plane if `d` may be
-# negative. No bit of `unsigned` may be set in the top, none of `near` in `d + 2**13`. `kept` are
-# the bits of an element that was predicted.
+# negative. No bit of `unsigned` may be set in the top, none of `near` in `d + 2**13`. `kept` masks
+# the sum of `d` and the prediction.
 _SHIFT = np.array([7, 7, 8, 6], np.uint16)
 _LOW = np.array([0x7F, 0x7F, 0xFF, 0x3F], np.uint16)
 _SIGN = np.array([0x80, 0, 0, 0], np.uint16)
@@ -177,7 +177,7 @@ def _join_bytes(first: Any, second: Any, third: Any, fourth: Any, block: Any) ->
 
 
 def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
-    """See `plain.split_block`; calls it for 8-byte elements."""
+    """See `plain.split_block`; calls it for 8-byte elements, and floats with all bytes apart."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         return bool(_SPLIT[block.itemsize](block, *_place(kind, grid), *planes[:2], low))
@@ -188,7 +188,7 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """See `plain.join_block`; calls it for 8-byte elements."""
+    """See `plain.join_block`; calls it for 8-byte elements, and floats with all bytes apart."""
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         _JOIN[block.itemsize](*planes[:2], low, *_place(kind, grid), block)

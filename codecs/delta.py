@@ -81,7 +81,10 @@ class DeltaCodec(Codec):
         if how is None:
             return DECLINED
         if out.nbytes < chunk.nbytes + size:
-            msg = f"delta: {chunk.nbytes} bytes need {chunk.nbytes + size} bytes, not {out.nbytes}"
+            msg = (
+                f"delta: {chunk.nbytes} bytes need an output of {chunk.nbytes + size} bytes, not "
+                f"{out.nbytes}"
+            )
             raise CodecError(msg)
         target = _words(flat_view(out)[: chunk.nbytes + size], size)
         _compare(new, old, how, target[:-1])
@@ -92,7 +95,7 @@ class DeltaCodec(Codec):
         """See `Codec.decode`."""
         size = _word_size(context)
         if context.base is None:
-            msg = "delta: the frame was encoded against an earlier chunk, but none is recorded"
+            msg = "delta: the frame was encoded against a base, but none is recorded"
             raise CodecError(msg)
         if frame.nbytes != out.nbytes + size or context.base.nbytes != out.nbytes:
             msg = (

@@ -49,8 +49,8 @@ _BLOCK = 32 << 10
 _MOST_EXCEPTIONS = 1 / 4  # of the elements; each takes 2 to 6 bytes more than others
 _RUN = 16  # consecutive elements of a sample
 _TRIED = 12  # elements that show which candidates are worth the whole sample
-_ANCHORS = slice(None, None, 3)  # of them; 4 exceptions are 0.4 % of the worst accepted chunks
-_BEST = 4  # candidates; a neighbor of the factor fits some elements too
+_ANCHORS = slice(None, None, 3)  # 4 of them give candidates; rarely (0.4 %) all are exceptions
+_BEST = 4  # candidates to try on the sample; neighbors of the factor fit some elements too
 _ONE, _MANTISSA, _INFINITY, _SIGN = 0x3F80_0000, 0x7F_FFFF, 0x7F80_0000, 0x8000_0000
 _MANTISSAS = np.arange(128, 256, dtype=np.float32) / np.float32(128)
 
@@ -79,14 +79,14 @@ class FactorCodec(Codec):
         return raw_length
 
     def output(self, context: CodecContext, /) -> CodecOutput:
-        """Describe a bfloat16 number for each element, then numbers with everything else."""
+        """Describe the bfloat16 numbers, one for each element, and the tail with the rest."""
         del context
         return CodecOutput("bfloat16", 2, elementwise=True, tail=True)
 
     def encode(
         self, chunk: memoryview, out: memoryview, /, *, context: CodecContext
     ) -> int | Declined:
-        """Encode a chunk as `Codec.encode`; decline a chunk without a common factor."""
+        """See `Codec.encode`. Declines a chunk whose elements have no common factor."""
         source, target = flat_view(chunk), flat_view(out)
         if context.dtype != "float32" or not source.nbytes or source.nbytes % 4:
             return DECLINED
@@ -95,7 +95,7 @@ class FactorCodec(Codec):
         if factor is None:
             return DECLINED
         if target.nbytes < source.nbytes:
-            msg = f"factor: {source.nbytes} bytes may need as many bytes, not {target.nbytes}"
+            msg = f"factor: {source.nbytes} bytes need an output of as many, not {target.nbytes}"
             raise CodecError(msg)
         words: Codes = np.frombuffer(target[: source.nbytes], "<u2")
         places = _divide(bits, factor, words[: bits.size])
@@ -119,7 +119,7 @@ class FactorCodec(Codec):
         return 2 * length
 
     def decode(self, frame: memoryview, out: memoryview, /, *, context: CodecContext) -> None:
-        """Decode a frame as `Codec.decode`."""
+        """See `Codec.decode`."""
         source, target = flat_view(frame), flat_view(out)
         count = target.nbytes // 4
         at = count + 2
@@ -228,7 +228,7 @@ def _divide(bits: Bits, factor: int, codes: Codes) -> NDArray[np.intp] | None:
 
 
 def _multiply(codes: Codes, factor: int, out: Bits) -> None:
-    """Write the bits of the product of each code, at most a block, and the factor."""
+    """Write the bits of the product of each code with the factor; takes at most one block."""
     indices = _memory.indices[: codes.size]
     np.copyto(indices, codes)
     # Every code is in the table; "raise", the default, would copy the result once more.
@@ -237,7 +237,7 @@ def _multiply(codes: Codes, factor: int, out: Bits) -> None:
 
 @lru_cache(maxsize=4)  # the chunks of a step have one factor
 def _products(factor: int) -> Bits:
-    """Return the bits of the product of each code and the factor."""
+    """Return a table with the bits of the product of every possible code with the factor."""
     exact = np.arange(128, 256) * (factor & _MANTISSA | 1 << 23)
     shift = np.where(exact >> 31, 8, 7)
     rounded = exact + (1 << shift - 1) - 1 + (exact >> shift & 1) >> shift

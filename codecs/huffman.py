@@ -118,7 +118,7 @@ def _count(plane: Any, words: Any, pairs: Any, counts: Any) -> None:
 
 @_inner
 def _sort(counts: Any, order: Any, total: Any) -> Any:
-    """List the used bytes and their counts, in ascending order; return the number of bytes."""
+    """List the used bytes and their counts, rarest first; return the number of used bytes."""
     n = 0
     for byte in range(256):
         if counts[byte]:
@@ -139,7 +139,8 @@ def _fit(per_length: Any) -> None:
     for length in range(1, _LONGEST + 1):
         space += per_length[length] << (_LONGEST - length)
     while space > 1 << _LONGEST:
-        # One code becomes two that are one bit longer: for its byte, and for a longest code's.
+        # One code becomes two that are one bit longer: one for its byte, and one for a byte that
+        # had one of the longest codes.
         length = _LONGEST - 1
         while not per_length[length]:
             length -= 1
@@ -151,7 +152,7 @@ def _fit(per_length: Any) -> None:
 
 @_inner
 def _choose(counts: Any, bits: Any) -> Any:
-    """Choose a code length for each used byte; return the longest, 0 for under two used bytes."""
+    """Choose a code length for each used byte; return the longest, 0 if fewer than two are used."""
     order, total = np.empty(256, np.int64), np.zeros(512, np.int64)
     n = _sort(counts, order, total)
     bits[:] = 0

@@ -1,7 +1,7 @@
 """The inner loops of codecs, compiled by numba if it is installed, else in numpy.
 
-`kernels` returns one of two tables. Both give the same results, except that with numpy zstd writes
-the Huffman codes.
+`kernels` returns one of two tables. Both give the same results, except that the numpy table leaves
+the Huffman codes to zstd.
 """
 
 from __future__ import annotations

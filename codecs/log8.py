@@ -4,7 +4,7 @@ It is made for second moments (Adam's `exp_avg_sq`). For them the relative error
 must not become zero, since an update is divided by their root.
 
 A frame stores the smallest and largest nonzero numbers of each block of 256 elements, and each
-element as one of 255 equal steps of the logarithm between these. Only zero has the code 0. The
+element as one of 255 evenly spaced logarithms between these. Only zero has the code 0. The
 logarithm is a fixed-point number: the exponent's bits, and the middle of one of 4096 cells that a
 table gives for the upper bits of the mantissa. Decoding uses integers only, even for the square
 roots in the table, so a frame decodes to the same bits on every machine.
@@ -131,7 +131,10 @@ class Log8Codec(Codec):
             raise CodecError(msg)
         lows, highs, codes = _parts(source, count)
         if np.any(lows > highs) or (len(highs) and highs.max() >= _INFINITY):
-            msg = f"log8: a frame of {source.nbytes} bytes has a block that no float fits into"
+            msg = (
+                f"log8: a frame of {source.nbytes} bytes has a block whose smallest and largest "
+                "numbers are not valid"
+            )
             raise CodecError(msg)
         for first in range(0, len(lows), _BATCH):
             at, stop = first * _BLOCK, min((first + _BATCH) * _BLOCK, count)

@@ -283,7 +283,7 @@ class MemoryBoard:
         self._values: dict[str, bytes] = {}
 
     def post(self, key: str, value: bytes) -> None:
-        """Set a value."""
+        """Set the value of `key`, and wake all waiters."""
         with self.changed:
             self._values[key] = value
             self.changed.notify_all()
@@ -306,7 +306,7 @@ class MemoryBoard:
 
 
 class MemoryCoordination(Coordination):
-    """One rank's view of a board, per the contract; no call waits for a store."""
+    """One rank's view of a `MemoryBoard`, for ranks that are threads of one process."""
 
     def __init__(self, board: MemoryBoard) -> None:
         """Attach to `board`."""
@@ -319,26 +319,26 @@ class MemoryCoordination(Coordination):
         return "localhost"
 
     def post(self, key: str, value: bytes, /) -> None:
-        """Post per the contract."""
+        """See `Coordination.post`."""
         check_coordination_value(key, value)
         self._check_open()
         self._board.post(key, bytes(value))
 
     def read(self, keys: Sequence[str], /) -> list[bytes | None]:
-        """Read per the contract; all values are from one moment."""
+        """See `Coordination.read`. All values are from the same moment."""
         for key in keys:
             check_coordination_key(key)
         self._check_open()
         return self._board.read(keys)
 
     def decide(self, key: str, value: bytes, /) -> bytes:
-        """Decide per the contract."""
+        """See `Coordination.decide`."""
         check_coordination_value(key, value)
         self._check_open()
         return self._board.decide(key, bytes(value))
 
     def wait(self, key: str, timeout_s: float, /) -> bool:
-        """Wait per the contract; a change ends the wait at once."""
+        """See `Coordination.wait`. A change ends the wait at once."""
         check_coordination_key(key)
         self._check_open()
         deadline = Deadline(timeout_s)
@@ -348,7 +348,7 @@ class MemoryCoordination(Coordination):
             return self._board.holds(key)
 
     def close(self) -> None:
-        """Close per the contract."""
+        """See `Coordination.close`."""
         self._closed = True
 
     def _check_open(self) -> None:

@@ -41,7 +41,7 @@ class NotDeclaredError(unittest.SkipTest):
 
 
 class NotTriedError(unittest.SkipTest):
-    """Signals a skip: this machine cannot run the check.
+    """Signals a skip: the check cannot run on this machine, or with this store.
 
     Pytest and unittest show it as a skip, with the reason.
     """
@@ -82,14 +82,15 @@ def promise(check: BackendCheck, /) -> BackendCheck:
 
 
 def expect_own_api_version(plugin: object, /) -> None:
-    """Check that the plugin's own class declares its contract version.
+    """Check that the plugin's own class declares the contract version of this Penstock.
 
     Raises:
         AssertionError: The class declares no version, or the wrong one.
     """
     version = getattr(plugin, "api_version", None)
     assert version == API_VERSION, (
-        f"it implements version {version} of the contract; this Penstock has version {API_VERSION}"
+        f"{type(plugin).__qualname__} declares api_version {version!r}, but this Penstock has "
+        f"version {API_VERSION} of the contract"
     )
     cls = type(plugin)
     assert says_its_version(cls), (
@@ -221,7 +222,8 @@ class Lender:
     """Lends buffers to calls, and overwrites each buffer after its call.
 
     A call that keeps a view of a buffer is detected, because CPython counts views. A call that
-    keeps only an address is not, but finds other bytes there, as long as the lender lives.
+    keeps only an address is not detected, but later finds other bytes there, as long as the lender
+    lives.
     """
 
     def __init__(self) -> None:
@@ -239,8 +241,8 @@ class Lender:
         memory[:] = bytes([_AFTERWARDS]) * len(memory)
         if memory and _has_views(memory):
             msg = (
-                f"{call} keeps a view of the buffer that it was given, which is lent only for "
-                "the call, and then holds other bytes; copy what is needed later"
+                f"{call} keeps a view of the buffer that it was given, but the buffer is lent only "
+                "for the call, and its bytes change afterward: copy what is needed later"
             )
             raise AssertionError(msg)
         return result

@@ -223,8 +223,8 @@ class FaultyBackend(WrapperBackend):
 class CrashAt(WrapperBackend):
     """Crashes at the `n`-th call, before or after running it; no later call runs.
 
-    With `kill` the process is really killed (SIGKILL). Without it, this and every later call raise
-    `SimulatedCrashError`, so that the caller's clean-up cannot change the store.
+    With `kill` the process is really killed (SIGKILL). Without it, the `n`-th and every later call
+    raise `SimulatedCrashError`, so that the caller's clean-up cannot change the store.
     """
 
     name: ClassVar[str] = "crash"

@@ -14,9 +14,11 @@ _SHOWN_BYTES = 16
 def check_golden(path: str | os.PathLike[str], data: bytes, /) -> None:
     """Compare `data` with the file at `path`, byte by byte.
 
+    If the environment variable `PENSTOCK_REWRITE_GOLDEN` is `1`, compares nothing: writes the file.
+
     Raises:
         AssertionError: The bytes differ, or the file is missing. The message gives the first
-            difference, and the command to write the file again.
+            difference, and how to write the file again.
     """
     file = Path(path)
     if rewriting():

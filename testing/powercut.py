@@ -1,4 +1,4 @@
-"""A store in memory that can lose power. After a power cut it has only durable data.
+"""A store in memory that can lose power. Only durable data is certain to survive the power cut.
 
 `seal`, `sync`, `publish` and `delete` are durable once they return. Everything else may or may not
 survive a cut:
@@ -111,14 +111,17 @@ class Disk:
     def cut(self, choice: random.Random) -> Disk:
         """Cut the power, and return a new disk with the files that `choice` lets survive.
 
-        Each further call returns another outcome of the same cut.
+        Each further call draws another outcome of the same cut.
         """
         with self._lock:
             self._dead = True
             return self._survived([(n, choice.choice(f)) for n, f in self._fates()], choice)
 
     def cuts(self, choice: random.Random, *, most: int) -> list[Disk]:
-        """Cut the power, and return a disk for each combination of outcomes, at most `most`."""
+        """Cut the power, and return a disk for each combination of outcomes.
+
+        If there are more than `most` combinations, returns `most` random outcomes.
+        """
         with self._lock:
             self._dead = True
             fates = self._fates()
@@ -179,7 +182,7 @@ class Disk:
             file.data = grown.data
 
     def sync(self, name: str, file: _File, length: int) -> None:
-        """Make the name of a file and its first bytes durable."""
+        """Make the name and the first `length` bytes of a file durable."""
         with self._lock:
             _extend(file, length)
             synced = replace(file, data=bytes(file.data), synced_bytes=length)
@@ -287,7 +290,7 @@ class PowerCut(Backend):
         return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        """Create a blob per the contract; it is listed before the seal."""
+        """See `Backend.create`. The blob is listed before its seal."""
         del size_hint
         self._check(name)
         file = self.disk.create(name)
@@ -297,7 +300,7 @@ class PowerCut(Backend):
         return _Writer(self.disk, name, file)
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read per the contract."""
+        """See `Backend.read`."""
         for request in requests:
             data = self._find(request.name).data
             target = flat_view(request.target)
@@ -311,7 +314,7 @@ class PowerCut(Backend):
             target[:] = memoryview(data)[request.offset : stop]
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record per the contract; never a mix of two versions."""
+        """See `Backend.read_record`. Never returns a mix of two versions."""
         data = self._find(name).data
         if len(data) > limit_bytes:
             msg = f"{name} on {self.url} has {len(data)} bytes, more than {limit_bytes} allowed"
@@ -319,30 +322,30 @@ class PowerCut(Backend):
         return bytes(data)
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish a record per the contract."""
+        """See `Backend.publish`."""
         self._check(name)
         if not self.disk.publish(name, data, exclusive=exclusive):
             msg = f"cannot publish {name} on {self.url}: the name is taken"
             raise BlobExistsError(msg)
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
-        """List per the contract."""
+        """See `Backend.list`."""
         self._check(prefix, prefix=True)
         return self.disk.listed(prefix)
 
     def stat(self, name: str, /) -> BlobInfo:
-        """Return size and time per the contract."""
+        """See `Backend.stat`."""
         file = self._find(name)
         return BlobInfo(name, len(file.data), file.modified_s)
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete per the contract, as one effect: a cut during it may delete any of the names."""
+        """See `Backend.delete`. This is one effect: a cut during it may delete any of the names."""
         for name in names:
             self._check(name)
         self.disk.delete(names)
 
     def close(self) -> None:
-        """Close per the contract."""
+        """See `Backend.close`."""
         self._closed = True
         super().close()
 

@@ -101,7 +101,9 @@ def check_replayer(make: Make, *, replayer: type[Replayer] | None = None) -> Non
     subject = Subject(make, registry)
     if replayer is not None:
         used = type(subject.replayer)
-        assert used is replayer, f"{used.__qualname__} handles the optimizer"
+        assert used is replayer, (
+            f"{used.__qualname__} handles the optimizer, not the class under test"
+        )
     for check in REPLAYER_CHECKS:
         check(subject)
 
@@ -143,19 +145,21 @@ def check_foreign_objects(subject: Subject) -> None:
     for value, expected in [*mine, *((v, False) for v in (stranger, object(), None, {}))]:
         answer: object = replayer.handles(value)
         assert type(answer) is bool, f"handles returned {answer!r}: it must be True or False"
-        assert answer is expected, f"handles returned {answer} for {type(value).__name__}"
+        assert answer is expected, (
+            f"handles returned {answer} for {type(value).__name__}: it must be {expected}"
+        )
 
 
 @_in_words
 def check_engine(subject: Subject) -> None:
-    """Check that `engine` is JSON, and equal for a new optimizer and one that has stepped."""
+    """Check that `engine` is JSON and stays equal after steps, and that `obstacle` is empty."""
     replayer = subject.replayer
     new, used = subject.make()[1], subject.make()[1]
     _train(used, 1, 2)
     facts = [dict(replayer.engine(optimizer)) for optimizer in (new, used)]
     for fact in facts:
         stored = json.loads(json.dumps(fact, allow_nan=False))
-        assert stored == fact, f"engine returned {fact}, which is as JSON {stored}"
+        assert stored == fact, f"engine returned {fact}, which JSON changes to {stored}"
     assert facts[0] == facts[1], f"engine is {facts[0]} at first, but {facts[1]} after a step"
     obstacle: object = replayer.obstacle(used)
     assert type(obstacle) is str, f"obstacle returned {obstacle!r}: it must be a str"
@@ -213,7 +217,7 @@ def _steps_alone(subject: Subject, number: int) -> None:
         for optimizer in (together, alone)
         for p in [_parameters(optimizer)[number]]
     )
-    what = f"parameter {number} steps to other bits without the others: unit"
+    what = f"parameter {number} steps to other bits without the others: unit claims too much"
     _expect_same(expected, got, what)
 
 
@@ -239,7 +243,7 @@ def _steps_in_pieces(subject: Subject) -> None:
     for number, _, pieces in (row for rows in groups for row in rows):
         expected = _parameters(whole)[number].detach().flatten()
         got = torch.cat([piece.detach() for piece in pieces])
-        what = f"parameter {number} steps to other bits in pieces than whole: unit"
+        what = f"parameter {number} steps to other bits in pieces than whole: unit claims too much"
         _expect_same(expected, got, what)
 
 
@@ -274,7 +278,7 @@ def check_plain_steps(subject: Subject) -> None:
 
 @_in_words
 def check_gradients_changed_by_a_hook(subject: Subject) -> None:
-    """Check that a replay does not run a hook again, which may clip the gradients."""
+    """Check that a replay does not run step hooks again: they may change the gradients."""
 
     def halve(optimizer: Optimizer, *_: object) -> None:
         for parameter in _parameters(optimizer):
@@ -286,7 +290,7 @@ def check_gradients_changed_by_a_hook(subject: Subject) -> None:
 
 @_in_words
 def check_missing_gradients(subject: Subject) -> None:
-    """Check steps in which some parameters have no gradient."""
+    """Check steps in which some parameters have no gradient, unless the optimizer refuses them."""
 
     def leave_out(optimizer: Optimizer, step: int) -> None:
         parameters = _parameters(optimizer)
@@ -473,7 +477,7 @@ def _bits(value: Any) -> Any:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, including the keys of dicts."""
+    """Yield the tensors in nested containers, even keys of dicts, and the gradients of each."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.grad is not None:

@@ -95,7 +95,7 @@ class Stored:
     def complete(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> Any:
         """Fill all targets, call `finish`, and return its result."""
         self.fill(placement, piece_bytes=piece_bytes)
-        assert placement.finish is not None, "the plan of a whole tree has a finish"
+        assert placement.finish is not None, "the plan of a whole tree must have a `finish`"
         return placement.finish()
 
     def fill(self, placement: Placement, *, piece_bytes: int = 1 << 20) -> None:

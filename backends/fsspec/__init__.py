@@ -128,7 +128,7 @@ class FsspecBackend(Backend):
         self._store().read(requests)
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
-        """Read a record with one request: a concurrent publish cannot mix two versions."""
+        """Read all bytes of a record with one request, so no concurrent publish mixes versions."""
         check_blob_name(name)
         data = self._store().read_record(name, limit_bytes=limit_bytes)
         if isinstance(data, int):

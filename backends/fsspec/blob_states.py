@@ -74,7 +74,7 @@ def _end(futures: Collection[Future[None]]) -> None:
 
 
 class WriterState(Enum):
-    """The state of a blob."""
+    """The states of a blob that is written, from its creation to its seal or abort."""
 
     OPEN = auto()
     SEALING = auto()  # an abort waits until this ends
@@ -180,7 +180,10 @@ class StoreWriter(BlobWriter):
     def _check_size(self, length: int) -> None:
         size = self._store.stat(self.name).size_bytes
         if size != length:
-            msg = f"{self._where('seal')}: the store has {size} of {length} bytes; do not use it"
+            msg = (
+                f"{self._where('seal')}: the store kept {size} bytes instead of {length}: save to "
+                "another store"
+            )
             raise StorageError(msg)
 
     def _die(self, cause: BaseException) -> None:

@@ -38,11 +38,12 @@ class FsspecConfig(PluginConfig):
         url: The root: `s3://bucket/run`, or any other URL that fsspec knows.
         options: The options of the store: `S3Options` for S3, else the arguments of the fsspec file
             system. Prefer the environment for credentials.
-        part_bytes: Minimum part size of an upload, and maximum request size of a read. Blobs of
-            more than 10,000 parts get larger parts.
+        part_bytes: Minimum part size of an upload, and maximum request size of a read. Blobs
+            above 256 MiB get parts of up to 16 MiB, or larger if there would be more than 10,000.
         parallel: Maximum requests in flight.
-        buffer_bytes: The memory for copied parts in flight. Data that covers a whole part is not
-            copied.
+        buffer_bytes: Maximum memory in flight for parts of S3 uploads that are assembled from
+            several writes, or from pieces below 1 MiB. Other parts are sent from the caller's
+            memory, without a copy.
         merge_gap_bytes: The largest gap between two ranges that one request reads together.
         timeout_s: Maximum seconds to connect, or to wait until the store sends or accepts bytes.
         attempts: Maximum attempts of an operation that is safe to repeat.
@@ -160,7 +161,11 @@ def is_secret_name(name: str) -> bool:
 
 
 def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = False) -> None:
-    """Add all strings in options to `texts`, except those of options known to be harmless."""
+    """Add the strings in options that may be secret to `texts`.
+
+    Leaves out options that are known to be harmless, and short strings of options whose names
+    suggest no secret.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             _collect(inner, texts, str(key), secret=secret or is_secret_name(str(key)))

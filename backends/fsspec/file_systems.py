@@ -145,7 +145,10 @@ class FileStore(Store):
             )
             if data.nbytes > span.stop - span.start:
                 # Not damage: the store ignored the range, so nothing is known of the blob.
-                msg += "; the store does not serve byte ranges: copy the run, or use another store"
+                msg += (
+                    "; the store does not serve byte ranges: copy the run's files to a store that "
+                    "does, and read the run there"
+                )
                 raise StorageError(msg)
             raise BlobTruncatedError(msg)
         for piece in span.pieces:
@@ -253,7 +256,8 @@ class FileStore(Store):
         """
         if length > self.config.part_bytes:
             msg = (
-                f"{place('seal', name, self.url)}: it can no longer be truncated to {length} bytes"
+                f"{place('seal', name, self.url)}: the store cannot truncate it to {length} bytes, "
+                "and a rewrite is limited to part_bytes: raise part_bytes, or use another store"
             )
             raise StorageError(msg)
         path = self.path(name)
@@ -295,7 +299,7 @@ class FileStore(Store):
 
     @cached_property
     def _renames(self) -> bool:
-        """Whether the file system can rename; fsspec's default `mv` copies and deletes."""
+        """Whether `mv` really renames; fsspec's default `mv` copies and deletes."""
         if self._object_store:
             return False
         from fsspec import AbstractFileSystem  # noqa: PLC0415 - 80 ms
@@ -350,7 +354,8 @@ class FileStore(Store):
                 if info.get("type") != "directory":
                     files[path] = info
                 elif path.startswith(f"{folder.rstrip('/')}/"):
-                    # Pages of links name the folder itself and its parent: an endless walk.
+                    # A page of links also names the folder itself and its parent: to follow these
+                    # links would never end.
                     folders.append(path)
         return files
 
@@ -412,7 +417,7 @@ def _load(config: FsspecConfig, scrub: Scrubber) -> tuple[Any, str]:
             )
             raise ConfigError(msg) from error
         if isinstance(cause, (TypeError, ValueError)):
-            msg = f"{config.shown_url}: fsspec refuses it: {scrub(str(cause))}"
+            msg = f"{config.shown_url}: fsspec refuses the URL or `options`: {scrub(str(cause))}"
             raise ConfigError(msg) from error
         raise
     return fs, str(root).rstrip("/")
@@ -521,7 +526,7 @@ def _stores_on_close(stream: Any) -> bool:
 
 
 def _flush(stream: Any) -> None:
-    """Flush a stream, and sync it if it has a file descriptor; `close` stores other streams."""
+    """Flush a stream, and sync it if it has a file descriptor; `close` makes others durable."""
     stream.flush()
     try:
         number = stream.fileno()
@@ -560,7 +565,8 @@ def _bounded_response() -> type[ClientResponse]:
                 if size > limit:
                     msg = (
                         f"{self.url.host} sends more than the {limit:,} requested bytes: it does "
-                        "not serve byte ranges or is not a store; copy the run or use another store"
+                        "not serve byte ranges, or is not a store. Check the URL, or copy the "
+                        "run's files to a store that serves ranges, and read the run there"
                     )
                     raise RefusedAnswerError(msg)
                 pieces.append(piece)

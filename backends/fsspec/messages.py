@@ -33,7 +33,7 @@ _DENIED = {401, 403}
 
 
 class RefusedAnswerError(Exception):
-    """Reports an answer that the file system would accept but Penstock refuses."""
+    """An answer of a server that the file system would accept, but Penstock refuses."""
 
 
 class Scrubber:

@@ -35,7 +35,7 @@ _FEEDS = 2  # one batch moves while the next is handed over
 
 T = TypeVar("T")
 
-_WASTE = 20  # wanted bytes that allow a span one more byte of gaps, in addition to `gap_bytes`
+_WASTE = 20  # a span may have `gap_bytes` of gaps, and one more byte for each 20 wanted bytes
 
 
 class Store(ABC):
@@ -81,7 +81,7 @@ class Store(ABC):
         """Store a record by one conditional put, so that the store decides between publishers.
 
         Raises:
-            BlobExistsError: The store refused, and the record was certainly not stored.
+            BlobExistsError: The name is taken, and certainly not by this put.
             StorageError: The put failed, or its outcome is unknown.
         """
 

@@ -45,7 +45,7 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 
 _RECORDS = ("commits/", "notes/", "tier/")
-"""The records that each host has, and that count only in roots with the newest epoch."""
+"""Prefixes of the records that every host has; they count only in roots of the newest epoch."""
 
 _MOST_KNOWN = 1 << 16
 _SHOWN = 3  # hosts that a message names
@@ -71,9 +71,10 @@ class HostsConfig(PluginConfig):
 class HostsBackend(DelegatingBackend, HostRoots):
     """Writes to the root of this host; reads, lists and deletes in the roots of all hosts.
 
-    Names of blobs and parts contain the uid of the save and the rank, so roots have only names of
-    records in common. Records in `commits/` and `tier/` count only in roots of the newest epoch:
-    otherwise a host that missed a job would bring back records that the job deleted or replaced.
+    Names of blobs and parts contain the uid of the save and the rank, so only records have the same
+    names in several roots. Records in `commits/`, `notes/` and `tier/` count only in roots of the
+    newest epoch: otherwise a host that missed a job would bring back records that the job deleted
+    or replaced.
     """
 
     name: ClassVar[str] = "hosts"
@@ -164,7 +165,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
             self._first(name, partial(_read, some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read with `submit_read` of this host's root; if it lacks a blob, with this `read`."""
+        """Read with `submit_read` of this host's root; if that root lacks a blob, with `read`."""
         if any(request.name in self._known for request in requests):
             return Backend.submit_read(self, requests)
         return self._submit_or_read(self.inner, requests, BlobNotFoundError)
@@ -191,10 +192,10 @@ class HostsBackend(DelegatingBackend, HostRoots):
         return [infos[name] for name in sorted(infos)]
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish in this host's root; also in all other roots if every host has such records.
+        """Publish in this host's root; also in all other roots if every host has such a record.
 
-        If the record cannot be published on another host, this is only logged: that host's root
-        lacks the record until the next job publishes it there.
+        With `exclusive`, no other root may have the name. A failure to publish on another host is
+        only logged: that host's root lacks the record until the next job publishes it there.
         """
         self._begin_epoch()
         others = self._roots[1:]
@@ -217,8 +218,8 @@ class HostsBackend(DelegatingBackend, HostRoots):
         """Delete in all roots.
 
         Raises:
-            StorageError: A host does not answer, so its root may still have the blobs. Or this is
-                one root of several, and no job has joined them; nothing was deleted.
+            StorageError: A host does not answer, so its root may still have the blobs. Or other
+                hosts of the last job have not joined, and nothing was deleted.
         """
         if not self._joined and (absent := self.absent()):
             msg = (
@@ -252,7 +253,7 @@ class HostsBackend(DelegatingBackend, HostRoots):
 
         Raises:
             BlobNotFoundError: No root has it.
-            StorageError: No other root has it, and a host does not answer.
+            StorageError: A host does not answer, and no other root has it.
         """
         known = self._known.get(name)
         roots = [root for root in self._roots if root is not known and self._counts(root, name)]
@@ -296,13 +297,13 @@ class HostsBackend(DelegatingBackend, HostRoots):
     def _begin_epoch(self) -> None:
         """Begin the epoch of this job on all hosts, once, before its first change.
 
-        First gives each root the records that count, and then deletes the records that do not. So
-        after a crash at any moment, all roots of the newest epoch still have the records that
-        count, and each other root has its own or these.
+        Gives each root the records that count, and then deletes its other records. Publishes the
+        new epoch after all roots have the records. So after a crash at any moment, all roots of the
+        newest epoch have the records that count, and records in other roots do not count.
 
         Raises:
-            StorageError: A host does not answer, or its root has records from before it was used
-                with `hosts`; no record was changed.
+            StorageError: A host does not answer. Or its root has records from before it was used
+                with `hosts`, and no record was changed.
         """
         with self._lock:
             if not self._may_begin:
@@ -358,7 +359,7 @@ def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
 def _called(
     roots: Sequence[HostRoot], call: Callable[[Backend], T]
 ) -> Iterator[tuple[HostRoot, T | BaseException]]:
-    """Call `call` on all roots at once; yield each root's result or error, in their order."""
+    """Call `call` on all roots in parallel; yield each root and its result or error, in order."""
     if len(roots) == 1:  # needs no thread
         try:
             yield roots[0], call(roots[0].backend)

@@ -52,8 +52,8 @@ class LocalConfig(PluginConfig):
         path: The root folder; the first write creates it.
         direct_io: `auto` bypasses the page cache if a probe succeeds. `on` raises an error if the
             probe fails. `off` never bypasses the cache.
-        allocate_bytes: The space to reserve ahead of the writes, in bytes; 0 reserves none. `seal`
-            frees the surplus.
+        allocate_bytes: The space to reserve ahead of direct writes, in bytes; 0 reserves none.
+            `seal` frees the surplus. Writes through the page cache reserve none.
         owner: For a root in a folder that all users can write to (`/tmp`, `/dev/shm`): `self`
             requires that this user or root owns it, `any` trusts every owner.
     """
@@ -70,7 +70,7 @@ class LocalBackend(Backend):
     Config: ClassVar[type[PluginConfig]] = LocalConfig
 
     def __init__(self, config: LocalConfig, /) -> None:
-        """Create the backend without touching the root; the first write creates a missing one."""
+        """Create the backend without touching the root; the first write creates the root."""
         root = os.path.abspath(os.path.expanduser(config.path))
         self._config = config
         self._names = Namespace(root, ownership=None if config.owner == "any" else Ownership(root))
@@ -200,12 +200,12 @@ class LocalBackend(Backend):
         self._names.delete(names)
 
     def check_writable(self) -> None:
-        """Check permissions and mount of the root, or of its nearest existing parent."""
+        """Check that the root, or its nearest existing parent, can be written."""
         self._check_open()
         self._names.check_writable()
 
     def sweep(self, before_s: float, /) -> None:
-        """Remove old temporary files and empty folders."""
+        """Remove temporary files and empty folders that are older than `before_s`."""
         self._check_open()
         self._names.sweep(before_s)
 

@@ -236,7 +236,7 @@ class SpaceAhead:
             self._window = 0
 
     def reach(self, fd: int, stop: int) -> None:
-        """Reserve space at least up to the offset `stop`."""
+        """Reserve space up to the offset `stop` or further, if possible."""
         with self._lock:
             if not self._window or stop <= self._reserved:
                 return
@@ -256,9 +256,10 @@ class SpaceAhead:
 
 
 class DirectAccess:
-    """Decides once whether to write and read files under `root` with `O_DIRECT`.
+    """Decides whether to write and read files under `root` with `O_DIRECT`.
 
-    The probe waits for the first use, so that listing a run stays quick.
+    Probes only at the first use, so that listing a run stays quick. The verdict is kept, unless the
+    root could not be probed yet.
     """
 
     def __init__(self, mode: DirectMode, root: str) -> None:
@@ -327,7 +328,7 @@ def _probe_writing(root: str) -> tuple[str | None, bool]:
     except OSError as error:
         # Not final: a root that cannot be written may still be read directly, and a missing one may
         # be created later.
-        return f"cannot be probed in {folder}: {error.strerror}", False
+        return f"it cannot be probed in {folder}: {error.strerror}", False
     try:
         return _refused(fd) or _round_trip(fd), True
     finally:

@@ -61,7 +61,7 @@ class Ownership:
             if status.st_uid not in {0, os.geteuid()}:
                 msg = (
                     f"{entrance} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and "
-                    "is in a folder where every user can create one: its owner could replace "
+                    "is in a folder where every user can create files: its owner could replace "
                     f"the checkpoints in {self._root}. Use your own folder, such as "
                     f'{os.path.dirname(entrance)}/${{USER}}-run, or set owner = "any" in the '
                     "options of the backend if you trust that user"
@@ -84,7 +84,7 @@ def _warn_once(entrance: str) -> None:
         _warned.add(entrance)
         log.warning(
             "%s can be written by other users, who could change checkpoints before they are "
-            "restored, or copied to slower tiers. chmod go-w %s",
+            "restored, or copied to slower tiers. To prevent that: chmod go-w %s",
             entrance,
             entrance,
         )

@@ -1,4 +1,4 @@
-"""System calls that Python's `os` lacks, through ctypes, which releases the GIL."""
+"""System calls and memory functions that Python lacks; all but `address` release the GIL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 class _PyBuffer(ctypes.Structure):
-    """The `Py_buffer` of the C API."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -70,7 +68,7 @@ def fallocate(fd: int, offset: int, length: int) -> None:
     """Reserve blocks and extend the file; unlike `posix_fallocate` it never writes zeros.
 
     Raises:
-        OSError: `EOPNOTSUPP` or `ENOSYS` where it is not supported.
+        OSError: The blocks cannot be reserved: `EOPNOTSUPP` or `ENOSYS` if that is unsupported.
     """
     _call("fallocate", fd, 0, ctypes.c_long(offset), ctypes.c_long(length))
 
@@ -106,7 +104,10 @@ def file_system_type(fd: int) -> int:
 
 
 def memory_file_system(fd: int) -> str | None:
-    """Return the name of an in-memory file system, which may accept O_DIRECT; else None."""
+    """Return the name of the file system of `fd` if it keeps files in memory, else None.
+
+    Such a file system may accept O_DIRECT, although its files stay in memory.
+    """
     try:
         return _MEMORY_FILE_SYSTEMS.get(file_system_type(fd))
     except OSError:

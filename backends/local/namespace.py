@@ -1,4 +1,4 @@
-"""Names under one root folder. Every lookup opens folder by folder and follows no link.
+"""Names under one root. Every lookup below it opens folder by folder, and follows no link.
 
 Otherwise a link that replaces a folder could lead out of the root. Temporary files begin with `~`,
 which no blob name contains, so they are never listed.
@@ -47,7 +47,9 @@ class Namespace:
         self._ownership = ownership
 
     def open_folders(self, name: str, *, create: bool = False) -> Folders:
-        """Open the folders from the root to that of `name`; the caller closes the result.
+        """Open the folders from the root to that of `name`; with `create`, create missing ones.
+
+        The caller closes the result.
 
         Raises:
             OSError: A folder is missing, or a link or a file is in the way.
@@ -203,7 +205,7 @@ class Namespace:
             raise storage_error(OSError(number, os.strerror(number)), "write", "", self.root)
 
     def sweep(self, before_s: float) -> None:
-        """Remove old temporary files and empty folders.
+        """Remove temporary files and empty folders that are older than `before_s`.
 
         Sweeps only the top folders that Penstock uses: other files under the root belong to the
         user.

@@ -137,8 +137,8 @@ def failed(error: StorageError) -> Future[None]:
 def settle(future: Future[None]) -> None:
     """Wait for `future`, and raise its error.
 
-    Even after an interrupt (Ctrl-C), returns only when no buffer is in use. Otherwise the caller
-    would free memory that the kernel still writes to.
+    An interrupt (Ctrl-C) is raised only once no buffer is in use. Otherwise the caller would free
+    memory that the kernel still writes to.
     """
     try:
         future.result()
@@ -171,7 +171,7 @@ class Transfer:
         write: True for a write, False for a read.
         direct: Whether `fd` bypasses the page cache. If so, all offsets are multiples of a page.
         offset: The offset in the file.
-        stripe_bytes: The stripe size of the blob.
+        stripe_bytes: As in `OpenBlob`.
         needed: The bytes from `offset` that must be moved; the last page of a read may be short.
         parts: The caller's memory, or pages of the slot, in file order.
         length: The number of bytes of the file that the parts cover.
@@ -350,8 +350,8 @@ class OpenBlob:
         name: The name of the blob, for messages.
         fd: The open file.
         direct: Whether `fd` bypasses the page cache.
-        stripe_bytes: No transfer crosses a multiple of this number of bytes, itself a multiple of a
-            page; 0 sets no bound.
+        stripe_bytes: No transfer crosses a multiple of this size, which is a multiple of a page; 0
+            sets no limit.
         advise: Returns advice on a failed write.
     """
 

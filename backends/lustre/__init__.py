@@ -1,6 +1,6 @@
 """The backend `lustre`: files on Lustre, each striped over OSTs before its first byte.
 
-The package contains layouts, the policy that chooses them, and the calls of `lfs`. The code that
+The package contains layouts, the policy that chooses them, and the calls to `lfs`. The code that
 all file backends share is in `penstock.backends.local`.
 """
 

@@ -1,7 +1,7 @@
 """The backend `lustre`: a file backend that chooses a layout for every blob.
 
-Lustre fixes the layout of a file at its first write at the latest, so `lfs setstripe` creates the
-file.
+Lustre fixes the layout of a file when the file is created, or at its first write at the latest. So
+`lfs setstripe` creates each file with its layout, before anything is written to it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class LustreBackend(LocalBackend):
     """Keeps blobs and records as files on Lustre.
 
     Sets a blob's layout before its first byte, from the expected size, the number of ranks and the
-    state of the OSTs. Splits requests at stripes, so that each goes to one OST. The error for a
-    full OST names that OST. Not yet run against a real Lustre: see `docs/lustre.md`.
+    state of the OSTs. Splits requests at stripes of at least 4 MiB, so that each goes to one OST.
+    If the layout is known, the error of a failed write names the OSTs that hold the bytes. Not yet
+    run against a real Lustre: see `docs/lustre.md`.
     """
 
     name: ClassVar[str] = "lustre"
@@ -103,10 +104,11 @@ class LustreBackend(LocalBackend):
 
         Args:
             config: The options.
-            client: Replaces the calls of the kernel and of `lfs`, for tests.
+            client: Replaces the calls to the kernel and to `lfs`, for tests.
 
         Raises:
-            CapabilityError: The root is not on Lustre, or io_uring is required but cannot be used.
+            CapabilityError: The root is not on Lustre and `not_lustre` is `error`, or `engine` is
+                `uring` but io_uring cannot be used.
         """
         super().__init__(config)
         self._client = client or LustreClient(config.lfs, config.lfs_timeout_s)
@@ -221,7 +223,7 @@ class LayoutPlacer:
         self._warned: set[str] = set()
 
     def blob(self, name: str, size_hint: int | None, io_bytes: int) -> Birth | None:
-        """Return a function that creates a blob's file; None if it gets the folder's default."""
+        """Return a function that creates a blob's file; None if the folder's default applies."""
         config = self._config
         inherit = config.stripe_count == "inherit"
         self._advise_on_default(size_hint, blobs_inherit=inherit)
@@ -231,7 +233,7 @@ class LayoutPlacer:
         return lambda path: self._place(path, striping)
 
     def record(self) -> Birth | None:
-        """Return a function that creates a record's file; None if it gets the folder's default."""
+        """Return a function that creates a record's file; None if the folder's default applies."""
         kind = self._config.records
         if kind == "dom":
             layout = ("-E", _DOM_BYTES, "-L", "mdt", "-E", "-1", "-c", "1")
@@ -309,7 +311,9 @@ class LayoutPlacer:
             answer = self._setstripe(path, *common, "-o", ",".join(map(str, striping.osts)))
             if answer is None or answer.code == 0:
                 return
-            self._warn_once("OSTs cannot be named, so the server chooses", _complaint(answer))
+            self._warn_once(
+                "lfs refuses the planned OSTs, so the server chooses", _complaint(answer)
+            )
         self._set_or_inherit(path, *common, "-i", "-1")
 
     def _set_or_inherit(self, path: str, *layout: str) -> None:
@@ -416,9 +420,10 @@ class LayoutPlacer:
 def about_osts(
     number: int, layout: Layout | None, where: ByteRange | None, osts: tuple[Ost, ...]
 ) -> str:
-    """Return a sentence that names the OSTs of a failed write; if one is full, with free space.
+    """Return a sentence that names the OSTs of a failed write; empty if it cannot help.
 
-    A write to a full OST fails with ENOSPC even if the file system has room.
+    A write to a full OST fails with ENOSPC even if the file system has room. So after ENOSPC the
+    sentence also gives the free space of these OSTs and of the emptiest OST.
 
     Args:
         number: The `errno`.

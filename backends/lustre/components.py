@@ -103,7 +103,7 @@ class Layout:
     foreign: bool = False
 
     def at(self, offset: int) -> Component | None:
-        """Return the component that serves a read of `offset`."""
+        """Return the component that serves a read of `offset`; None if there is none."""
         serving = [
             c
             for c in self.components
@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def osts(self) -> tuple[int, ...]:
-        """All OSTs that hold bytes of the file, ascending."""
+        """All OSTs with an object of the file, ascending; also those with stale bytes or parity."""
         return tuple(sorted({ost for c in self.components for ost in c.osts}))
 
 
@@ -177,7 +177,7 @@ def _entry(order: str, data: bytes, at: int, table: int) -> Component:
         component,
         start=start,
         stop=None if stop == _EOF else stop,
-        # In an extension this field holds the bytes by which it grows, in KiB.
+        # In an extension this field is the size of one step of growth, in KiB.
         stripe_bytes=component.stripe_bytes * (_EXTENSION_UNIT if extension else 1),
         osts=() if extension or not flags & _FLAG_INIT else component.osts,
         stale=bool(flags & _FLAG_STALE),

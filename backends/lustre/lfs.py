@@ -1,4 +1,4 @@
-"""The Lustre client: all calls of the kernel and of `lfs`, and the parsers of `lfs` output.
+"""The Lustre client: all calls to the kernel and to `lfs`, and the parsers of `lfs` output.
 
 The output formats of `getstripe` (YAML and plain) and `df` come from `lustre/utils/liblustreapi.c`
 and `lustre/utils/lfs.c` as of v2_17_57. The manual pages `lfs-getstripe(1)` and `lfs-df(1)` have
@@ -66,7 +66,7 @@ class LfsAnswer:
     """The result of an `lfs` call.
 
     Attributes:
-        code: The exit status, which is an errno after a failure.
+        code: The exit status; after a failure it is an errno.
         text: The standard output.
         complaint: The standard error.
     """
@@ -126,7 +126,10 @@ class LustreClient:
                 errors="replace",
             )
         except subprocess.TimeoutExpired as error:
-            msg = f"{self._lfs} {' '.join(arguments)} did not end within {self._timeout_s:g} s"
+            msg = (
+                f"{self._lfs} {' '.join(arguments)} did not end within {self._timeout_s:g} s: "
+                "check that the Lustre servers answer, or raise lfs_timeout_s"
+            )
             raise StorageTimeoutError(msg) from error
         except OSError as error:
             msg = (
@@ -146,7 +149,7 @@ def existing_folder(path: str) -> str:
 
 def file_system_name(magic: int) -> str:
     """Return the name of the file system with this magic number."""
-    return _NAMES.get(magic, f"of the unknown kind {magic:#010x}")
+    return _NAMES.get(magic, f"a file system of the unknown kind {magic:#010x}")
 
 
 def parse_getstripe(text: str, /) -> Layout:

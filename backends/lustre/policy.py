@@ -14,15 +14,15 @@ from typing import Final
 from penstock.core.types import align_up
 
 STRIPE_UNIT: Final = 64 << 10  # LOV_MIN_STRIPE_SIZE: every stripe size is a multiple
-MAX_STRIPE_BYTES: Final = 1 << 30  # Lustre: below 4 GiB
+MAX_STRIPE_BYTES: Final = 1 << 30  # Lustre itself allows almost 4 GiB
 MAX_STRIPES: Final = 2000  # LOV_MAX_STRIPE_COUNT
 MIN_OBJECT_BYTES: Final = 64 << 20  # less on one OST is not worth its own object
 MIN_IO_BYTES: Final = 4 << 20  # DT_DEF_BRW_SIZE: the bytes of one RPC
-MAX_RUN_BYTES: Final = 128 << 20  # the most bytes in a row to one object, if OSTs hold several
+MAX_RUN_BYTES: Final = 128 << 20  # the most consecutive bytes to one object, if an OST has several
 WIDEST: Final = 160  # more stripes do not fit where inodes have no room for large attributes
-SLACK: Final = 1.01  # the slowdown from the best balance accepted for fewer stripes
-SEPARATE_SLACK: Final = 1.08  # the accepted slowdown if the blobs then share no OST
-STEPS: Final = 2  # the fewest rounds of a blob over its stripes
+SLACK: Final = 1.01  # how much slower than the best balance, to have fewer stripes
+SEPARATE_SLACK: Final = 1.08  # the same, to have blobs that share no OST
+STEPS: Final = 2  # a blob goes around its stripes at least this many times
 UNKNOWN_BLOB_BYTES: Final = 1 << 30
 UNKNOWN_OSTS_STRIPES: Final = 4  # the server places stripes at random: several even out the load
 ROOM: Final = 2  # an OST is used if it has room for this many times its share of a checkpoint
@@ -94,15 +94,18 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
     * If there are at least as many writers as OSTs, they form rounds of one writer for each OST,
       and each writer in a full round has one stripe. The remaining writers have the fewest stripes
       that balance the OSTs within `SLACK`.
-    * If there are fewer writers than OSTs, each writer has its own OSTs and at most one stripe for
-      each request in flight, if that balances the OSTs within `SEPARATE_SLACK`. Otherwise writers
-      share OSTs, with the fewest stripes that balance them, and start evenly spaced.
-    * Half of a writer's bytes in flight cover its share of the OSTs. So stripes are short for few
-      writers. They are long if each writer uses one OST at a time, since an OST idles while it
-      switches objects.
+    * If there are fewer writers than OSTs, each writer has its own OSTs, at most one for each
+      request in flight. If a writer could use more OSTs and this balances them worse than
+      `SEPARATE_SLACK` allows, writers share OSTs instead: they have the fewest stripes that balance
+      the OSTs, and start evenly spaced.
+    * Stripes are so long that half of a writer's bytes in flight cover its share of the OSTs. Few
+      writers have large shares, so their stripes are short and all OSTs work at once. Many writers
+      have small shares, so their stripes are long: each writer uses one OST at a time, and an OST,
+      which idles while it switches objects, switches seldom.
     * A single writer lets the metadata server choose the OSTs, since the server knows them best.
-      With several writers the server would choose at random if free space differs, and writers
-      would share OSTs. So each writer has its own place on a ring of the OSTs that have room.
+      For several writers the server would choose at random if free space differs, and writers
+      would share OSTs. So each of several writers has its own place on a ring of the OSTs that have
+      room.
 
     Args:
         demand: The blob, and how ranks will write it.
@@ -193,7 +196,7 @@ def _short_requests(demand: Demand) -> int:
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return the stripe size: half of a writer's bytes in flight then cover its share of OSTs."""
+    """Return the stripe size; half of a writer's bytes in flight cover its share of the OSTs."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

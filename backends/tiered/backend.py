@@ -241,7 +241,7 @@ class TieredBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The fastest open tier's capabilities; `exclusive_publish` only if every tier has it."""
+        """The fastest open tier's; `exclusive_publish` only if all tiers are open and have it."""
         known = [backend.capabilities for backend in self._backends if _is_open(backend)]
         exclusive = len(known) == len(self._backends) and all(c.exclusive_publish for c in known)
         return replace(known[0], exclusive_publish=exclusive)
@@ -272,7 +272,7 @@ class TieredBackend(Backend):
         def read_some(backend: Backend) -> None:
             missing[:] = _read_there(backend, missing)
             if missing:
-                msg = f"{missing[0].name} is in none of {self.url}"
+                msg = f"{missing[0].name} is in no tier of {self.url}"
                 raise BlobNotFoundError(msg)
 
         self._first(read_some)

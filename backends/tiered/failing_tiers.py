@@ -41,9 +41,10 @@ def open_or_wait(open_it: Callable[[], Backend], shown: str, /) -> Backend:
 
 
 class LateBackend(DelegatingBackend):
-    """Delegates to a backend. Until it is open, each call tries to open it.
+    """Delegates to a backend. Until the backend is open, each call tries to open it.
 
-    A call raises the error of the last try if that fails, or during the pause after a failed try.
+    If the try fails, the call raises its error. During the pause after a failed try, calls raise
+    the error of that try, without another one.
     """
 
     def __init__(

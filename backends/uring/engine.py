@@ -195,8 +195,9 @@ class UringConfig(LocalConfig):
 class UringBackend(LocalBackend):
     """Keeps blobs and records as files, moved by one io_uring instance.
 
-    Does not open if the kernel or a container forbids io_uring, or if the environment variable
-    `PENSTOCK_DISABLE_URING` is `1`, `EPERM` or `ENOSYS`.
+    Does not open where io_uring cannot be used: if the package `liburing` does not work on this
+    machine, if the kernel or a container forbids io_uring, or if the environment variable
+    `PENSTOCK_DISABLE_URING` is set to anything but `0`.
     """
 
     name: ClassVar[str] = "uring"

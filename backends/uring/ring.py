@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from penstock.backends.local.transfer import Flight
 
 DISABLE_VARIABLE = "PENSTOCK_DISABLE_URING"
-"""The environment variable that disables io_uring: `1`, or the error to simulate (`ENOSYS`)."""
+"""The environment variable that disables io_uring.
+
+The name of an error, such as `ENOSYS`, simulates that error; any other value but `0`, EPERM.
+"""
 
 # IOSQE_ASYNC. Without it the submitting call copies buffered I/O itself, one request at a time.
 _ASYNC = 1 << 4
@@ -53,7 +56,7 @@ def _load() -> Any:
     return liburing
 
 
-@cache  # it has a page for each processor
+@cache  # the file has a page of text for each processor
 def _cpuinfo() -> str:
     return Path("/proc/cpuinfo").read_text(encoding="utf-8")
 
@@ -80,7 +83,7 @@ class Ring:
         """Set up the ring, which also probes io_uring.
 
         Raises:
-            CapabilityError: The package is missing, or the kernel refuses; the message says why.
+            CapabilityError: io_uring cannot be used here; the message says why.
         """
         try:
             _refuse_if_disabled()
@@ -143,7 +146,7 @@ class Ring:
         return True
 
     def in_kernel(self) -> set[int]:
-        """Return the tokens of incomplete calls, since the kernel may still use their memory."""
+        """Return the tokens of calls that the kernel took, and whose memory it may still use."""
         left = self._lib.io_uring_sq_ready(self._ring)
         while len(self._queued) > left:
             self._queued.popleft()
@@ -156,7 +159,7 @@ class Ring:
         os.read(self._event, 8)
 
     def wake(self) -> None:
-        """End a `wait`, from any thread; the caller prevents a concurrent `close`."""
+        """End a `wait`. Any thread may call it, but must prevent a concurrent `close`."""
         if self._open:
             os.eventfd_write(self._event, 1)
 

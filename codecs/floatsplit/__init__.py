@@ -1,4 +1,4 @@
-"""The `floatsplit` codec splits exponents from mantissas, and compresses only exponents.
+"""The `floatsplit` codec splits exponents from mantissas, and compresses what shrinks.
 
 The codec samples a chunk to decide how to split it, then splits and encodes its blocks one by one.
 `prediction` has the means of rows and columns, `entropy` encodes one plane, and
@@ -14,7 +14,7 @@ A frame is little-endian and self-contained:
 | ... | the planes, block after block, in each block the lowest first |
 
 One-byte elements have one plane. Larger elements have two planes for their top bytes (see
-`kernels`), then planes for 2 and 4 lower bytes of each element, or one plane for each lower byte.
+`plain`), then planes for 2 and 4 lower bytes of each element, or one plane for each lower byte.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
             kinds = (Halves.UNSIGNED, *kinds)
         else:
             head[1] = min(8.0, head[1] + 1)  # the sign
-        # Residuals have random mantissas, even if those of the elements are not.
+        # Residuals have random mantissas, even if the elements' own mantissas are not random.
         random = head[1] > _RANDOM_BITS + (not unsigned)
         prediction, left = _predict(words, context) if predict and random else (None, 0.0)
         if prediction is not None and unsigned:
@@ -191,7 +191,10 @@ class FloatsplitConfig(PluginConfig):
 
 
 class FloatsplitCodec(Codec):
-    """Encodes exponents of floats with Huffman codes, and stores mantissas unencoded."""
+    """Splits elements into planes of bytes, and encodes the planes that compress.
+
+    Exponents of floats get Huffman codes. Most mantissas do not compress, and are stored unencoded.
+    """
 
     name: ClassVar[str] = "floatsplit"
     version: ClassVar[int] = 1
@@ -230,7 +233,7 @@ class FloatsplitCodec(Codec):
         needed = self.max_encoded_size(source.size)
         target = np.frombuffer(flat_view(out), np.uint8)
         if target.size < needed:
-            msg = f"floatsplit: {source.size} bytes may need {needed} bytes, not {target.size}"
+            msg = f"floatsplit: {source.size} bytes may need {needed} of output, not {target.size}"
             raise CodecError(msg)
         length = _write(words, target, decision)
         return length if length < source.size else DECLINED
@@ -241,13 +244,12 @@ class FloatsplitCodec(Codec):
         target = np.frombuffer(flat_view(out), np.uint8)
         layout, at = read_head(source, target.size)
         if layout.itemsize != context.itemsize:
-            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements is not {context.dtype}"
+            msg = f"floatsplit: a frame of {layout.itemsize}-byte elements holds no {context.dtype}"
             raise CodecError(msg)
         _read(source, at, target.view(f"<u{layout.itemsize}"), layout)
 
 
 def _write(words: Elements, out: Bytes, decision: Decision) -> int:
-    """Write the frame into `out`, and return its length."""
     layout = decision.layout
     bounds = layout.bounds(len(words))
     kinds = np.zeros(len(bounds), np.uint8)

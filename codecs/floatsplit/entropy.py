@@ -36,12 +36,13 @@ _PACKED_BITS = 6.9  # below this, Huffman codes take less than seven bits per by
 
 # ZSTD_c_literalCompressionMode, an experimental parameter of zstd's own header (1.5): 1 is "always
 # Huffman", which levels below zero skip by default. The lowest level does not search for matches:
-# in exponents they are chance, and cost more than they save. Compared to level 1: 4 times as fast,
-# and 6 % smaller.
+# in exponents, matches are chance and cost more than they save. Compared to level 1, zstd without
+# matches is 4 times as fast, and its frames are 6 % smaller.
 _LITERALS = 1002
 _HUFFMAN_ONLY = {int(zstd.CompressionParameter.compression_level): -131072, _LITERALS: 1}
-# For a library without it. A search for matches of seven bytes in a table of 64 entries finds
-# almost none in exponents: 0.6 of the speed of Huffman codes alone, and up to 4 % larger.
+# For a library that refuses these options. A search for matches of seven bytes in a table of 64
+# entries finds almost none in exponents. It has 0.6 of the speed of Huffman codes alone, and its
+# frames are up to 4 % larger.
 _NEARLY_HUFFMAN_ONLY = {
     int(zstd.CompressionParameter.compression_level): 1,
     int(zstd.CompressionParameter.strategy): int(zstd.Strategy.fast),
@@ -104,7 +105,7 @@ def encode_plane(plane: Bytes, method: Method, unused: int, out: Bytes) -> tuple
 
 
 def decode_plane(source: Bytes, method: Method, unused: int, plane: Bytes) -> None:
-    """Decode all stored bytes of a plane into `plane`; `method` is not `RAW`.
+    """Decode all stored bytes of a plane into `plane`; the caller copies `RAW` planes itself.
 
     Raises:
         CodecError: `source` does not hold a plane of this size.

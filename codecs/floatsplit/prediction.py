@@ -25,7 +25,10 @@ SAMPLED_COLUMNS = 32
 SAMPLED_ROWS = 64
 """Elements averaged for a column's term."""
 STEP = 16
-"""Terms are multiples of this: an eighth of an octave. Elements differ by half an octave."""
+"""Terms are multiples of this, an eighth of an octave.
+
+That is fine enough, since elements differ from their prediction by half an octave.
+"""
 
 _MAGNITUDE = np.uint16(0x7FFF)
 

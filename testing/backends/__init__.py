@@ -47,12 +47,13 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
             opened.
 
     Returns:
-        The names of the skipped checks. For these, the backend does not declare the capability, or
-            the store cannot run the check: a crash needs a store that a forked process can use.
+        The names of the skipped checks: those of capabilities that the backend does not declare,
+            and those that cannot run on this store. For example, a crash check needs a store that a
+            forked process can use.
 
     Raises:
-        AssertionError: A promise of the contract is broken, or a check was skipped although its
-            capability is declared; a note names the check.
+        AssertionError: A promise of the contract is broken, or something other than the suite
+            skipped a check; a note names the check.
     """
     left_out: list[str] = []
     for check in BACKEND_CHECKS:
@@ -75,7 +76,7 @@ def check_backend(open_root: OpenRoot, /) -> tuple[str, ...]:
 
 
 def _skipped(check: BackendCheck) -> AssertionError:
-    error = AssertionError("the check was skipped, though it may apply")
+    error = AssertionError("something other than the suite skipped the check: remove that skip")
     error.add_note(_while(check))
     return error
 

@@ -197,7 +197,7 @@ class ForkedProcess:
 
         Raises:
             AssertionError: The child found a breach of the contract.
-            NotTriedError: The child could not use the store at all.
+            NotTriedError: The child failed in another way, as with a client that a fork breaks.
         """
         with os.fdopen(self._pipe, "rb") as pipe:
             why = pipe.read().decode(errors="replace")

@@ -155,7 +155,7 @@ def a_reader_never_sees_a_torn_record(open_root: OpenRoot) -> None:
             stop.set()
             reader.join()
             sys.setswitchinterval(interval_s)
-        assert len(seen) > 1, "a reader got nothing while the record was replaced"
+        assert len(seen) > 1, "a reader saw no version of a record that was replaced meanwhile"
         assert not torn, f"records of {sorted(torn)} bytes were read, but never published"
 
 
@@ -384,14 +384,14 @@ def its_url_means_the_same_store(open_root: OpenRoot) -> None:
 
 def _options_of(backend: Backend) -> PluginConfig:
     cls, (base, _, query) = type(backend), backend.url.partition("?")
-    what = f"from_url of its own url ({base})"
+    what = f"{cls.__name__}.from_url, called with the backend's own url ({base}),"
     try:
         config: object = cls.from_url(base, dict(parse_qsl(query)))
     except (ValidationError, ConfigError) as error:
         fields = ", ".join(cls.Config.model_fields) or "none"
         msg = (
-            f"{what} raises {type(error).__name__}: return an instance of Config (fields: "
-            f"{fields}); the default passes the URL as `url`; else override from_url"
+            f"{what} raises {type(error).__name__}: it must return an instance of Config (fields: "
+            f"{fields}). The inherited from_url sets the field `url`: override it if there is none"
         )
         raise AssertionError(msg) from error
     assert isinstance(config, cls.Config), (
@@ -429,7 +429,7 @@ def direct_io_leaves_the_page_cache_alone(open_root: OpenRoot) -> None:
         expect_equal(read_all(backend, "data/d.raw", len(data)), data)
         file = file_of_size(backend, len(data))
         if file is None or not goes_past_the_cache(file.parent):
-            msg = "no blob file on a file system where direct writes bypass the cache"
+            msg = "found no blob file on a file system where direct writes bypass the page cache"
             raise NotTriedError(msg)
         cached = cached_part(file)
         assert cached is None or cached < _HALF, (
@@ -507,7 +507,7 @@ INSTANCE_CHECKS: tuple[BackendCheck, ...] = (
 
 
 def file_of_size(backend: Backend, size_bytes: int) -> Path | None:
-    """Find a file of exactly that size below the folder in the backend's URL."""
+    """Return a file of exactly that size below the folder of the backend; None if there is none."""
     root = Path(unquote(urlsplit(backend.url).path))
     if not backend.capabilities.local or not root.is_dir():
         return None

@@ -96,9 +96,9 @@ def check_declarations(codec: Codec) -> None:
     assert 1 <= oldest <= version, f"oldest_readable is {oldest}, not 1 to {version}"
     assert isinstance(codec.lossless, bool), "lossless must be a bool"
     assert isinstance(codec.needs_base, bool), "needs_base must be a bool"
-    assert isinstance(codec.config, codec.Config), "config must be a Config"
+    assert isinstance(codec.config, codec.Config), "config must be an instance of Config"
     bounds = [bound_of(codec, size) for size in SIZES]
-    assert bounds == sorted(bounds), "max_encoded_size falls as chunks grow"
+    assert bounds == sorted(bounds), "max_encoded_size must not fall as chunks grow"
     elements_of(codec)
 
 

@@ -193,7 +193,7 @@ def expect_length(length: object, bound: int) -> int:
         f"encode returned {length!r} of type {type(length).__name__}: return the length of "
         "the frame, an int"
     )
-    assert 0 <= length <= bound, f"encode returned {length}, its bound is {bound}"
+    assert 0 <= length <= bound, f"encode returned {length}, not 0 to its bound, {bound}"
     return length
 
 

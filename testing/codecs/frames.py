@@ -56,7 +56,7 @@ def check_round_trips(codec: Codec) -> None:
 
 @in_words
 def check_large_chunk(codec: Codec) -> None:
-    """Check that a chunk of an odd number of megabytes comes back, random or compressible."""
+    """Check that a random and a compressible chunk of 9 MiB come back."""
     size = whole(codec, LARGE_BYTES)
     for chunk, frame in encoded(codec, (random_bytes(size), compressible(size))):
         expect_decodes(codec, frame, chunk)
@@ -68,7 +68,7 @@ def check_elements_come_back(codec: Codec) -> None:
 
     Arithmetic would change some of the elements: -0.0, denormals, NaNs with all their bits.
     Buffers are lent as core lends them: the output is larger than needed, and the input, read-only
-    or writable, must not be written.
+    or writable, must not be written. Skips chunks that `encode` refuses with `CodecError`.
     """
     for chunk, context in _typed_chunks(codec):
         for read_only in (True, False):
@@ -149,7 +149,7 @@ def _few(codec: Codec) -> tuple[bytes, ...]:
 
 @in_words
 def check_truncated_frames_are_refused(codec: Codec) -> None:
-    """Check that a frame cut at any byte raises `CodecError`."""
+    """Check that a truncated frame raises `CodecError`, wherever it is cut."""
     for chunk, frame in encoded(codec, _few(codec)):
         for cut in {*range(min(len(frame), 40)), *range(0, len(frame), 97), len(frame) - 1}:
             expect_refused(codec, frame[:cut], len(chunk), f"a frame cut to {cut} bytes")
@@ -251,11 +251,12 @@ def check_output(codec: Codec) -> None:
         with contextlib.suppress(DeclinedChunkError):
             _expect_true(output, len(encode(codec, chunk, context)), facts)
         assert _output(codec, facts) == output, (
-            f"output of {facts.dtype} differs after a chunk was encoded: it must depend on the "
-            "options and the context alone"
+            f"output() for {facts.dtype} returned a different result after a chunk was encoded: it "
+            "must depend only on the options and the context"
         )
         assert _output(reader, facts) == output, (
-            f"output of {facts.dtype} differs in an instance with the same options"
+            f"output() for {facts.dtype} returned a different result from another instance with "
+            "the same options"
         )
 
 
@@ -290,16 +291,16 @@ def _expect_true(output: CodecOutput, length: int, context: CodecContext) -> Non
     )
     least = count * output.itemsize
     assert not output.elementwise or length == least or (output.tail and length > least), (
-        f"encode of {context.dtype} made {length} bytes of {count} elements, not as many "
-        f"elements of {output.dtype}, which output declares by elementwise=True"
+        f"encode of {count} elements of {context.dtype} made {length} bytes, not one element of "
+        f"{output.dtype} for each, which output declares by elementwise=True"
     )
 
 
 @in_words
 def check_rounding_is_stable(codec: Codec) -> None:
-    """Check that a lossy codec decodes a frame to the same bytes, and keeps rounded values.
+    """Check that a lossy codec decodes a frame to the same bytes each time, and rounds only once.
 
-    Then a checkpoint that is restored and saved again, or copied, loses nothing more. A codec may
+    So a checkpoint that is restored and saved again, or copied, loses nothing more. A codec may
     decline rounded values.
     """
     if codec.lossless:

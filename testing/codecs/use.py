@@ -231,7 +231,7 @@ def check_other_processes(codec: Codec) -> None:
     """
     cls = type(codec)
     if _INSIDE in os.environ:
-        return  # the codec's module checks it on import: that would never end
+        return  # the codec's module runs this check on import: the processes would never end
     if _found(cls.__module__, cls.__qualname__) is not cls or cls.__module__ == "__main__":
         return
     cases = list(_cases(codec))
@@ -315,8 +315,8 @@ def check_saved_and_loaded(codec: Codec) -> None:
 def check_chains(codec: Codec) -> None:
     """Check that arrays saved through codec chains load again, with the codec at any position.
 
-    Its neighbors output elements, or an odd number of bytes. A codec that is lossy or needs a base
-    only comes first.
+    One neighbor outputs whole elements, the other an odd number of bytes. A codec that is lossy or
+    needs a base is put only at the start of a chain.
     """
     alone = _loaded(codec, [codec.name])
     for chain in (

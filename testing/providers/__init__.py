@@ -1,6 +1,6 @@
 """The conformance suite of state providers, as plain functions for any test.
 
-`store` and `Stored` are a checkpoint in memory that uses providers as core does.
+`store` makes a `Stored`: a checkpoint in memory that uses providers as core does.
 """
 
 from __future__ import annotations
@@ -168,8 +168,12 @@ def _restores(stored: Stored, values: _Values, value: Any) -> None:
     same = values.equal(target["part"], value)
     assert not same, "`change` changes nothing: the check would prove nothing"
     before = store(target, providers=providers).data
-    assert not stored.plan(target, include="no-such-part").targets, "unselected, but has targets"
-    assert store(target, providers=providers).data == before, "an unselected restore changed it"
+    assert not stored.plan(target, include="no-such-part").targets, (
+        "place plans targets for unselected objects"
+    )
+    assert store(target, providers=providers).data == before, (
+        "a plan without selected objects changed the target"
+    )
     placement = stored.plan(target)
     assert not placement.missing, f"place reports {placement.missing} as missing"
     assert not placement.problems, f"place has problems: {placement.problems}"
@@ -194,18 +198,18 @@ def _loads(
         # `load_state_dict`.
         fits = type(part) in (*kind.__mro__[:-1], dict)
         assert fits, (
-            f"load gives a {got} for a {kind.__name__}: `rebuild` gives a value of its own kind, "
-            "or a dict; pass any other type as `loads`"
+            f"load gives a {got} for a {kind.__name__}: `rebuild` must return that type, a base "
+            "class of it, or a dict; pass any other type as `loads`"
         )
     if loaded is not None:
         assert _yes_or_no(loaded, "loaded", part, value), (
-            "load gives a state that was not stored (of a new value, if a field is "
-            "forgotten): `rebuild` puts back all that `describe` yields"
+            "load gives a state that was not stored: `rebuild` must put back all that `describe` "
+            "yields, and a field that it forgets has the state of a new value"
         )
 
 
 def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
-    """Check that no restore of another stored shape plans a sink of the wrong size."""
+    """Check that a plan for an object stored in another shape has no sink of the wrong size."""
     for path in stored.data:
         objects = [
             o._replace(spec=replace(o.spec, shape=(*o.spec.shape, 3)))

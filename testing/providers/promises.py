@@ -64,7 +64,9 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
         shared = set(provider.forms) & set(other.forms) if other is not provider else ()
         assert not shared, f"{other.name} declares {shared} too: forms are unique"
     for kind in (type("Stranger", (), {}), object):
-        assert provider.claims(kind) is None, f"claims {kind.__name__}, an unknown type"
+        assert provider.claims(kind) is None, (
+            f"claims {kind.__name__}, an unknown type: return None"
+        )
     _names_its_memory(value, provider)
 
 
@@ -148,7 +150,7 @@ def _facts(placement: Placement) -> list[object]:
 
 
 def check_source(source: ByteSource, itemsize: int) -> None:
-    """Check that a source returns the same bytes whole, in pieces, as a view and by lines.
+    """Check that a source gives the same bytes whole, in pieces, as a view and in sampled lines.
 
     Also checks that the source keeps no buffer.
 
@@ -157,7 +159,9 @@ def check_source(source: ByteSource, itemsize: int) -> None:
     """
     whole = read_source(source)
     view = source.view()
-    assert (view is None) == (source.address is None), "view and address go together"
+    assert (view is None) == (source.address is None), (
+        "view and address go together: give both, or None for both"
+    )
     if view is not None:
         assert view.contiguous, "the view must be flat"
         assert bytes(view) == whole, "view and copy_out differ"
@@ -312,7 +316,7 @@ def describing_after_a_change_sees_it(
     equal: Callable[[Any, Any], bool],
     providers: Providers,
 ) -> None:
-    """Check that a description after a change shows the changed value and its memory."""
+    """Check that a description after a change shows the changed value."""
     value: Any = make()
     # Held until the later description is made. If it were freed, the later one could get the same
     # address, and a provider that wrongly caches by address would pass.

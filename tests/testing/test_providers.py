@@ -446,7 +446,7 @@ def claim(priority, others=None):
 # -- the mutants ---------------------------------------------------------------------------------
 
 # fmt: off
-broken("version 2 of the contract", "OtherVersion", api_version=2)
+broken("declares api_version 2", "OtherVersion", api_version=2)
 broken("needs a name", "Nameless", name="")
 broken("versions count from 1", "VersionZero", version=0)
 broken("forms is a tuple", "OneFormAsText", forms="good-mean")
@@ -479,7 +479,7 @@ broken("piece at .* differs", "ReadsToTheEnd", Ring, source={"copy_out": to_the_
 broken("planning changed the target", "PlansInPlace",
        place_mean=placed(lambda placement, value, path, context:
            setattr(value, "count", 0) if context.selected((*path, "count")) else None))
-broken("an unselected restore changed it", "ChangesWhatIsNotSelected",
+broken("a plan without selected objects changed", "ChangesWhatIsNotSelected",
        place_mean=placed(lambda placement, value, path, context: (
            context.selected((*path, "total")) or value.total.zero_(), None)[1]))
 broken("not equal", "ForgetsToPlaceAChild", joined=joined_without_total)

@@ -249,7 +249,7 @@ class FailsToCapture(Good):
         (HandlesWrongly, "AttributeError"),
         (OtherArguments, "cannot be called by the contract"),
         (EngineOfTensors, "not JSON serializable"),
-        (EngineOfTuples, r"as JSON \{'version': \[1, 2\]\}"),
+        (EngineOfTuples, r"JSON changes to \{'version': \[1, 2\]\}"),
         (EngineThatCounts, r"engine is \{'turn': 0\} at first"),
         (AlwaysObstructed, "these steps cannot be replayed: it is Tuesday"),
         (CapturesLive, "capture returned a tensor of the optimizer"),

@@ -357,7 +357,7 @@ def _body(views: Sequence[memoryview]) -> dict[str, Any]:
 
 def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
     missing = [name for name in needs if name not in answer]
-    # To http.client, any end of a connection ends the head.
+    # If the connection ends within the head, http.client takes the cut head as complete.
     if str(answer.get("ETag", "")).count('"') == 1:
         missing.append("the end of its ETag")
     if missing:
@@ -368,7 +368,7 @@ def _check_whole(answer: dict[str, Any], needs: Collection[str]) -> None:
 def _fill(body: Any, target: memoryview) -> None:
     at = 0
     while at < target.nbytes:
-        # In small pieces: urllib3 copies each from its own memory, which it reuses only then.
+        # In small pieces: urllib3 copies each from its own memory, and reuses only small memory.
         count = body.readinto(target[at : at + _PIECE_BYTES])
         if not count:
             msg = f"the answer ended {target.nbytes - at} bytes early"

@@ -1,7 +1,7 @@
 """Writes one S3 blob: cuts it into parts by offset, and uploads full parts while others fill.
 
-While its batch runs, a part refers to the caller's memory. When the batch ends, the part copies the
-bytes that are not sent yet.
+While a batch runs, parts refer to the caller's memory, without a copy. When the batch ends,
+parts whose upload has not begun copy their bytes, since the caller may then reuse its memory.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ try:
 except ImportError:
     from zlib import crc32
 
-# The most parts with gaps that are kept for batches that overtook each other.
+# At most this many incomplete parts wait for batches that arrive out of order.
 _OPEN_PARTS = 3
 _PART_UNIT = 1 << 20
-# A request takes two milliseconds of CPU; core has sixteen such parts in flight at once.
+# The largest part that a size hint gives. Parts should be large, since a request takes 2 ms of CPU;
+# but core has 256 MiB in flight, which should still be sixteen parts.
 _MOST_BYTES = 16 << 20
 _PARTS = 32
 _LENT_BYTES = 1 << 20  # shorter buffers are copied, which is cheaper than a call to send each
@@ -67,8 +68,8 @@ class S3Writer(StoreWriter):
     Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, so a repeated upload of a part
     replaces it. Large buffers are uploaded from the caller's memory. The writer copies small
     buffers, and the first batch's bytes of a part that two batches share. It keeps up to three
-    incomplete parts for batches that arrive out of order; a later write into an uploaded part
-    fails.
+    incomplete parts for batches that arrive out of order, and uploads the first of more as it is. A
+    later write into an uploaded part fails.
 
     A blob can be cut at the end of any part, but not inside an uploaded part.
 
@@ -164,7 +165,7 @@ class S3Writer(StoreWriter):
             raise StorageError(msg)
 
     def _send(self, part: Part, size: int, batch: Batch | None = None) -> None:
-        """Upload a part in the background; holds the batch if the part uses its memory."""
+        """Upload a part in the background; the part holds the batch whose memory it uses."""
         assert batch is not None or not part.lent  # `seal` uploads only copies
         lender = batch if part.lent else None
         views, memory = part.views(size), part.memory
@@ -323,7 +324,8 @@ class Part:
         lent: Buffers of the caller, each with its offset in the part, without overlaps.
         memory: Memory for a whole part; None until a buffer is copied.
         copied: Start and stop of each copied range, ascending.
-        taken: The number of bytes in pages that are written, so no later request writes to them.
+        taken: The size in bytes of all pages that have been written to; no later request writes to
+            them.
         stop: The offset after the last written byte.
     """
 

@@ -240,7 +240,7 @@ def test_blob_kept_only_in_part_by_a_file_system_is_not_sealed(odd, monkeypatch)
     monkeypatch.setattr(OddFileSystem, "info", short)
     writer = odd.create("b.raw")
     writer.write([WriteRequest(0, (memoryview(b"123456"),))])
-    with pytest.raises(StorageError, match="the store has 5 of 6 bytes"):
+    with pytest.raises(StorageError, match="the store kept 5 bytes instead of 6"):
         writer.seal(6)
 
 

@@ -52,7 +52,7 @@ def test_upload_gone_after_a_lost_reply_is_done_if_the_blob_is_whole(shaky, prox
 
 def test_blob_kept_only_in_part_by_the_store_is_not_sealed(shaky, proxy):
     half = proxy.fail("half", method="PUT", part="b.raw")
-    with pytest.raises(StorageError, match="the store has 500 of 1000 bytes"):
+    with pytest.raises(StorageError, match="the store kept 500 bytes instead of 1000"):
         written(shaky, size=1000)
     assert half.seen == 1
 
