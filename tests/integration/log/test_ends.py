@@ -433,6 +433,7 @@ def test_durable_entries_stay_after_a_full_disk(tmp_path, close):
         ckpt.close()
     else:
         ckpt.__exit__(KeyError, KeyError("simulated"), None)
+    store.close()
     del held
     with penstock.Checkpointer(tmp_path) as ckpt:
         assert ckpt.latest() == 3
