@@ -258,7 +258,7 @@ class Backend(ABC):
     def _submit_or_read(
         self, first: Backend, requests: Sequence[ReadRequest], failure: type[StorageError]
     ) -> Future[None]:
-        """Read with `submit_read` of another backend; if that fails so, with this one's `read`."""
+        """Read with `first.submit_read`; if that fails with `failure`, read with `self.read`."""
         done: Future[None] = Future()
 
         def settle(read: Future[None]) -> None:

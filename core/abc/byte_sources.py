@@ -65,9 +65,9 @@ class PendingCopy(ABC):
 
     @abstractmethod
     def order(self) -> None:
-        """Order all device work that the calling thread issues later after this copy.
+        """Make the device work that the calling thread issues from now on run after this copy.
 
-        Blocks like `wait` on a device that cannot order work.
+        On a device that cannot order work, this blocks like `wait`.
         """
 
 
@@ -146,10 +146,10 @@ class ByteSource(ABC):
         return None
 
     def steady(self) -> bool:
-        """Return whether core may hash, then write the bytes directly from live memory.
+        """Return whether core may hash the bytes in live memory and then write them from there.
 
-        This requires a `version` that shows any change between the two, and memory that no other
-        process can change.
+        This requires a `version` that shows any change between the hash and the write, and memory
+        that no other process can change.
         """
         return self.version() is not None
 
@@ -265,7 +265,7 @@ class ByteSink(ABC):
             sink.copy_in(start, data[low:high])
 
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once before the first byte changes, to bump versions so that captures see it."""
+        """Called once before the first byte changes: bump versions, so that captures notice."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once after all bytes are verified, to bump versions and free scratch memory."""

@@ -153,14 +153,14 @@ def _check_version(body: object) -> None:
 
 def _checked_id(value: object) -> str:
     if type(value) is not str or not _ID.fullmatch(value):
-        msg = "an identity is not 32 hex digits"
+        msg = "the ID of a run or root is not 32 hex digits"
         raise ValueError(msg)
     return value
 
 
 def _checked_count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_OPENED:
-        msg = "a count is not an integer within bounds"
+        msg = f"a count is not an integer from 0 to {_MAX_OPENED}"
         raise ValueError(msg)
     return value
 

@@ -67,8 +67,8 @@ class Credentials(NamedTuple):
     """Credentials that identify one client and one server to each other.
 
     Attributes:
-        token: The proof of the client.
-        proof: The answer that proves the server.
+        token: What the client sends to prove its identity.
+        proof: What the server answers to prove its identity.
     """
 
     token: str
@@ -154,7 +154,7 @@ class BlobServer(ThreadingTCPServer):
             thread.join(deadline.left_s())
 
     def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
-        """Return the number of a request's client, and the proof to send; None: refuse it."""
+        """Return the request's client number and the proof to answer with; None to refuse it."""
         token = _TOKEN.fullmatch(authorization)
         client = -1 if token is None else int(token[1])
         known = self.credentials(client)
@@ -271,7 +271,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def _refusing(self, proof: str) -> Iterator[None]:
-        """Answer with a StorageError that the block raises; nothing may have been sent before."""
+        """If the block raises a StorageError, send it as the answer.
+
+        The block must not have sent anything before it raises.
+        """
         try:
             yield
         except StorageError as error:
@@ -414,7 +417,7 @@ class BlobClient:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Close the connection at its first error."""
+        """At the block's first network error, close the connection and raise a StorageError."""
         try:
             if self._failure:
                 raise ConnectionAbortedError(self._failure)

@@ -253,17 +253,17 @@ def _epoch(root: Backend) -> int:
         record = read_host(root)
     except FormatError as error:
         msg = (
-            f"{error}. Without it, nobody knows whether this host missed a job, so nothing was "
-            "changed. To continue without this host's checkpoints, move its root away"
+            f"{error}. Without this record, it is not known whether this host missed a job, so "
+            "nothing was changed. To continue without this host's checkpoints, move its root away"
         )
         raise FormatError(msg, error.damaged) from error
     return 0 if record is None else record.epoch
 
 
 def _identity(host: str, url: str) -> str:
-    """Return an identifier of a root, which includes the mount namespace.
+    """Return an identifier of a root.
 
-    Containers on one host may see different files under one path.
+    It includes the mount namespace: containers on one host may see different files under one path.
     """
     try:
         files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
@@ -273,7 +273,7 @@ def _identity(host: str, url: str) -> str:
 
 
 def _clients(secret: bytes, server: int, place: RankPlace) -> Iterator[tuple[int, Credentials]]:
-    """Yield client numbers that no other rank uses."""
+    """Yield client numbers that no other rank uses, with their credentials."""
     for number in itertools.count(place.rank, place.world_size):
         yield number, Credentials.of(secret, server, number)
 

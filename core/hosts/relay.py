@@ -141,7 +141,7 @@ class Relay:
         patience_s: float,
         ended: Callable[[], bool],
     ) -> None:
-        """Connect to all ranks that read for this rank, and serve the bytes that it will offer.
+        """Connect to all ranks that read for this rank; serve the bytes that this rank will offer.
 
         Connects to all ranks at the same time, so that unreachable ranks cost only one wait.
 
@@ -209,7 +209,7 @@ class Relay:
             self._changed.notify_all()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`; meanwhile give up ranks that show no activity for too long."""
+        """Wait until `is_done()`; meanwhile give up ranks that show no activity for too long."""
         pause_s = min(self._timing.poll_s, self._patience_s * _MOST_ASLEEP)
         clock = self._timing.clock
         while True:
@@ -372,7 +372,7 @@ class RelayedStore(DelegatingBackend):
         """The number of bytes that came from other ranks instead of the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read as the contract requires. Done once all recipients of the bytes have them too."""
+        """See `Backend.submit_read`. The future ends once all recipients have their bytes, too."""
         fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
         offered: list[tuple[ReadRequest, RelayedBytes]] = []

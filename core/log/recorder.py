@@ -62,7 +62,8 @@ log = logging.getLogger("penstock")
 # may take this share of the time, but at least every 64th entry has one.
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
 _DIGEST_FREE_S = 0.0005  # if digests take at most this long, every entry has one
-# Of each parameter that no optimizer changes. Their stride is odd, so that it meets all its bits.
+# Bytes that are sampled from each parameter that no optimizer changes, at an odd stride: so the
+# samples include each of the bytes of an element.
 _SAMPLED_BYTES = 512
 
 _SYNC_REMOTE = 8  # entries made durable together, if the store is not local
@@ -133,11 +134,11 @@ class Recorder:
         self._writing: _Writing | None = None
         self._known = Known()
         self._cuts: dict[object, Cut] = {}
-        # Memory, version and sample with which the log or the base has each parameter that no
-        # optimizer changes. The source keeps the memory alive, so that no other tensor gets its
-        # address.
+        # For each parameter that no optimizer changes: the memory, version and sample that it had
+        # when the log or the base stored it. The source keeps the memory alive, so that no other
+        # tensor gets its address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
-        # Version, sample and storage, by address.
+        # Version, sample and storage of each such parameter when the log began, by address.
         self._at_base: dict[int, tuple[int, bytes, object]] = {}
         self._rounded = self._warned = ""  # why no log follows the last save; the warned reason
         self.place: tuple[int, int] = 0, 1

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _OPTIONS = "param_groups", "0", "lr"
-"""A path below an optimizer that represents its options: all are restored if it is selected."""
+"""A path below an optimizer. If it is selected, all options of the optimizer are restored."""
 
 
 _AHEAD = 2  # steps whose entries are read ahead: decoding takes longer than most steps
@@ -240,8 +240,9 @@ class LogReplay:
         logged = with_groups(optimizer, groups, vars(optimizer))
         if any(e != engines[0] for e in engines) or replayer.unit(logged) is not Unit.ELEMENT:
             msg = (
-                f"the ranks have other parts of the parameters than those that logged, and a step "
-                f"of {type(optimizer).__name__} depends on the parts (fused=True does)"
+                "the ranks hold other shards of the parameters than the ranks that wrote the log, "
+                f"and a step of {type(optimizer).__name__} can be repeated only on the same shards "
+                "(as with fused=True)"
             )
             raise NotLoggedError(msg)
         parameters = [group["params"] for group in optimizer.param_groups]

@@ -124,7 +124,8 @@ class RunLog:
     def forget(self, step: int) -> None:
         """Delete the log of the checkpoint of `step` after a rewind to that checkpoint."""
         if self.may_log():
-            with contextlib.suppress(DamagedError):  # no restore replays a log if this is damaged
+            # If the record is damaged, no restore can replay its log.
+            with contextlib.suppress(DamagedError):
                 self.recorder.forget(self._catalog.record(step).uid)
 
     def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:

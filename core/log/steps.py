@@ -78,8 +78,8 @@ class StepWatch:
         steps: The steps, in order.
         strangers: The optimizers that stepped but were not in the state, by id.
         trouble: Why these steps cannot be logged; empty if they can be.
-        keeps: Whether to copy gradients. False until the first call of `log`, because a run that
-            never logs must not pay with time and memory.
+        keeps: Whether to copy gradients. False until the first call of `log`, or until a restore
+            has replayed a log: a run that never logs must not pay with time and memory.
     """
 
     find: Callable[[Any], Replayer | None]
@@ -132,6 +132,8 @@ class StepWatch:
     def check(self) -> None:
         """Check that no optimizer of the state has changed since its last step.
 
+        Copies the gradients of steps that were noted without a copy.
+
         Raises:
             NotLoggedError: The steps cannot be logged.
         """
@@ -170,8 +172,8 @@ class StepWatch:
         if replayer is None:
             return
         self._begun[key] = replayer.capture_before(optimizer)
-        # The optimizers of torch draw nothing. For them a draw by another thread would be blamed on
-        # the step.
+        # torch's own optimizers draw no random numbers. Checking them would only blame the step for
+        # a draw by another thread.
         if not has_closure and not type(optimizer).__module__.startswith("torch.optim."):
             self._random[key] = _random_states(optimizer)
         if self.keeps and self._left[key]:
@@ -426,8 +428,8 @@ def tensors_of(optimizer: Optimizer, *, ordered: bool = True) -> list[torch.Tens
 
     Args:
         optimizer: The optimizer.
-        ordered: Whether state has the order of its keys; else that of its insertion, which is
-            faster.
+        ordered: Whether to sort state by its keys. Otherwise it keeps the order of insertion, which
+            is faster.
     """
     state: dict[Any, Any] = optimizer.state
     found: list[torch.Tensor] = []

@@ -315,7 +315,11 @@ def decode(kind: type[R], data: bytes) -> R:
     types: Mapping[str, str] = _TYPES[kind]
     read = Fields(load_json(data, name), name, ["v", *types])
     if read.value("v") != _VERSION:
-        refuse(name, f"version {read.value('v')!r} of another Penstock; use one version everywhere")
+        refuse(
+            name,
+            f"has post version {read.value('v')!r}, of another release of Penstock: use one "
+            "version everywhere",
+        )
     return kind(**{key: _READERS[of](read, name, key) for key, of in types.items()})
 
 

@@ -118,9 +118,9 @@ class OtherRanks(Standstill):
 
     @property
     def still(self) -> set[int]:
-        """Unsealed ranks that have made no progress for half of the timeout; only on rank 0.
+        """The unsealed ranks without progress for half of the timeout; only on rank 0.
 
-        The verdict names only one rank, even if a host died with several.
+        Lists all of them: the verdict names only one rank, even if several died with their host.
         """
         return {r for r in self.pending if self.is_over(r, share=1 / 2)}
 
