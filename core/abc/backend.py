@@ -48,7 +48,7 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
     shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
     msg = (
         f"{shown} is not a blob name: use relative segments of 1 to 255 characters A-Z a-z 0-9 . "
-        f"_ - (no '..'), at most {_MOST_CHARACTERS} in all"
+        f"_ - (not '.' or '..'), at most {_MOST_CHARACTERS} characters in all"
     )
     raise StorageError(msg)
 
@@ -274,7 +274,7 @@ class Backend(ABC):
             try:
                 read_again = Backend.submit_read(self, requests)
             except RuntimeError as error:
-                done.set_exception(StorageError(f"closed during the read: {error}"))
+                done.set_exception(StorageError(f"the store was closed during a read: {error}"))
             else:
                 read_again.add_done_callback(settle)
 

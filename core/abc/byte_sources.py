@@ -43,7 +43,8 @@ class Lines(NamedTuple):
 
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
-        step: Stride between line starts in bytes, except to the last; a multiple of the itemsize.
+        step: Bytes from the start of one line to the next, except to the last line; a multiple of
+            the itemsize.
         steps: The number of lines before the last one.
     """
 

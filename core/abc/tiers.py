@@ -147,7 +147,7 @@ def decode_root(data: bytes) -> RootRecord:
 
 def _check_version(body: object) -> None:
     if type(body) is not dict or body.get("penstock") != _VERSION:
-        msg = "it has another version"
+        msg = f"it is not a record of version {_VERSION}"
         raise ValueError(msg)
 
 

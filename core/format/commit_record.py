@@ -304,7 +304,11 @@ def _part_entries(fields: Fields, uid: str, name: str) -> tuple[PartEntry, ...]:
     world_size = fields.integer("world_size")
     rows = fields.items("parts")
     if not 0 < len(rows) <= min(world_size, MAX_LISTED_PARTS):
-        refuse(name, f"lists {len(rows)} parts of {world_size} ranks")
+        refuse(
+            name,
+            f"lists {len(rows)} parts of {world_size} ranks, not 1 to "
+            f"{min(world_size, MAX_LISTED_PARTS)}",
+        )
     entries = tuple(_part_entry(row, f"{name}: part {n}") for n, row in enumerate(rows))
     ranks = [_rank_of(entry.name, uid, name) for entry in entries]
     if ranks != sorted(set(ranks)) or ranks[-1] >= world_size:

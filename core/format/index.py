@@ -55,7 +55,7 @@ class ShardTable:
         parts: Number of the part that has the shard, uint32.
         sections: Number of the section in that part's head, uint32.
         dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
-        bounds: Offset and size, int64, in each dimension of each region, one after the other.
+        bounds: Rows of offset and size, int64: one row for each dimension of each region, in order.
         traits: A checksum of the object's description in the part, uint32; 0 if one process saved,
             and in tables from an index.
     """
@@ -462,7 +462,7 @@ class IndexReader:
     def _fetch(self, offset: int, length: int) -> bytes:
         data = self._read(offset, length)
         if len(data) != length:
-            refuse(self._entry.name, "a range of it could not be read whole")
+            refuse(self._entry.name, f"a read at byte {offset} got {len(data)} of {length} bytes")
         return data
 
 

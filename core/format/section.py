@@ -292,9 +292,9 @@ class _Extent(NamedTuple):
 class ObjectColumns:
     """The checked columns of a section's objects, or of the wanted ones.
 
-    Nearly every object is one whole shard in one chunk. These are checked together, by a few
-    comparisons of whole columns, and the others one by one. If a comparison fails, every object is
-    checked alone, so that the error names the first refused object.
+    Nearly every object is one whole shard in one chunk. Such objects are checked together, by a few
+    comparisons of whole columns, and all other objects one by one. If a comparison fails, every
+    object is checked alone, so that the error names the first refused object.
 
     Attributes:
         frames: The frames of the section.
@@ -445,19 +445,19 @@ class ObjectColumns:
             refuse(name, f"its list of chunks has {len(numbers)} numbers, not 3 for each chunk")
         count, nbytes = len(numbers) // _ONE_CHUNK, spec.itemsize * math.prod(region.sizes)
         if count > max_chunks(nbytes):
-            refuse(name, f"has {count} chunks for {nbytes} bytes")
+            refuse(name, f"has {count} chunks for {nbytes} bytes, which is too many")
         chunks: list[ChunkRef] = []
         start = 0
         for at in range(0, len(numbers), 3):
             frame, offset, length = numbers[at : at + 3]
             if frame >= len(self._raw_lengths) or offset + length > self._raw_lengths[frame]:
-                refuse(name, f"uses bytes beyond frame {frame}")
+                refuse(name, f"uses bytes that frame {frame} does not have")
             if not length:
                 refuse(name, "has an empty chunk")
             chunks.append(ChunkRef(frame, offset, start, start + length))
             start += length
         if start != nbytes:
-            refuse(name, f"has {start} bytes, unlike its shape {region.sizes}")
+            refuse(name, f"has {start} bytes, unlike its shape {region.sizes} of {nbytes} bytes")
         return ShardRecord(region, tuple(chunks))
 
     @staticmethod
@@ -496,7 +496,7 @@ def _all_extents(
 
 
 def _extent(kind: _Type, shape: Any, where: str) -> _Extent:
-    """Check the dtype and shape of an object."""
+    """Return the extent of an object, after checking its shape."""
     if len(check_ints(shape, where)) > MAX_DIMENSIONS or (
         kind[0] is Kind.VALUE and len(shape) != 1
     ):

@@ -148,7 +148,11 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
     if magic != _MAGIC:
         return None
     if version != _VERSION:
-        refuse(name, f"has log version {version}, which this release of Penstock cannot read")
+        refuse(
+            name,
+            f"has log version {version}, which this release of Penstock cannot read: use a newer "
+            "release",
+        )
     if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
         refuse(name, "has an entry beyond the limits of a log")
     own = bytes(data[_FIELDS.size : end])

@@ -122,7 +122,8 @@ class BlobServer(ThreadingTCPServer):
         self._left = left
         self._clock = timing.clock
         self._patience_s = 0.0
-        self._lock = threading.Lock()  # guards the tables; no socket in them is closed while used
+        # Guards the tables, and that no socket in them is closed while it is used.
+        self._lock = threading.Lock()
         self._silent: dict[socket.socket, Deadline] = {}
         self._clients: dict[int, socket.socket] = {}
         self._serving: list[threading.Thread] = []
@@ -172,7 +173,7 @@ class BlobServer(ThreadingTCPServer):
         with self:  # closes the listener
             while not self._closed:
                 if self._has_room():
-                    self.handle_request()  # or waits for `timeout`
+                    self.handle_request()  # waits at most `timeout` for a connection
                 else:
                     time.sleep(self._poll_s)
 
@@ -232,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        """Send one range."""
+        """Send one range of a blob, or for `/` only the proof of the server's identity."""
         server = self.server
         assert isinstance(server, BlobServer)
         admitted = server.admit(self.headers.get("Authorization", ""), self.connection)
@@ -328,7 +329,8 @@ class BlobClient:
         self._credentials = credentials
         self._silent_s = silent_s
         self._authorization = f"Bearer {client}.{credentials.token}"
-        self._lock = threading.Lock()  # guards `_failure`, and that the socket is open while used
+        # Guards `_failure`, and that the socket is not closed while it is used.
+        self._lock = threading.Lock()
         self._failure = ""
         self._connection = HTTPConnection(*address)
         self._connection.auto_open = 0  # a lost connection stays lost
@@ -436,7 +438,7 @@ def _raise_refusal(response: HTTPResponse) -> None:
 def _whole(response: HTTPResponse) -> bytes:
     length = response.length
     if length is None or length > _MOST_BYTES:
-        msg = f"its answer has {length} bytes"
+        msg = f"its answer declares {length} bytes, but must declare at most {_MOST_BYTES}"
         raise HTTPException(msg)
     data = response.read(length) if length else b""
     if len(data) != length:

@@ -226,7 +226,8 @@ class RootsOfJob:
             if missing[0] not in found and deadline.is_over():
                 cause = f"has not reported its root for {group.timeout_s:g} s"
                 msg = (
-                    f"rank {missing[0]} {cause}: with `hosts`, all ranks must use the checkpointer"
+                    f"rank {missing[0]} {cause}: with the backend `hosts`, all ranks must use the "
+                    "checkpointer"
                 )
                 raise RankError(msg, missing[0], cause=cause)
             time.sleep(0 if len(found) == len(ranks) else pause_s)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MOST_ASLEEP = 1 / 4  # share of the patience: the longest stop of this process between two checks
+# Share of the patience. If this process stops for longer between two checks, it gives up no rank.
+_MOST_ASLEEP = 1 / 4
 
 
 class RelayedBytes(NamedTuple):

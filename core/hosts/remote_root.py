@@ -105,7 +105,8 @@ class RootServer:
 class RemoteRoot(Backend):
     """The root of another host. Connects when a call needs it, and cannot create blobs.
 
-    After the connection fails, calls fail at once for `patience_s`; the next call connects again.
+    After the connection fails, calls fail at once for `patience_s`. The first call after that
+    connects again.
     """
 
     name: ClassVar[str] = "remote"

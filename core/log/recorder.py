@@ -62,8 +62,8 @@ log = logging.getLogger("penstock")
 # may take this share of the time, but at least every 64th entry has one.
 _DIGEST_EVERY, _DIGEST_SHARE = 64, 0.003
 _DIGEST_FREE_S = 0.0005  # if digests take at most this long, every entry has one
-# Bytes that are sampled from each parameter that no optimizer changes, at an odd stride: so the
-# samples include each of the bytes of an element.
+# Bytes that are sampled from each parameter that no optimizer changes. Their stride is odd, so that
+# the samples cover every byte position of an element.
 _SAMPLED_BYTES = 512
 
 _SYNC_REMOTE = 8  # entries made durable together, if the store is not local
@@ -300,7 +300,7 @@ class Recorder:
         return self._config.log_sync or (1 if local else _SYNC_REMOTE)
 
     def make_room(self, entry_bytes: int) -> None:
-        """Make room for the entries of all ranks, if there are tiers."""
+        """On rank 0, make room for the entries of all ranks, if there are tiers."""
         rank, world_size = self.place
         if self._room is not None and rank == 0:
             self._room.make_room_for_log(entry_bytes * world_size)
@@ -397,7 +397,7 @@ class Recorder:
         inside = claimed | {memory.storage for memory in memories if memory is not None}
         for optimizer in strangers:
             if not inside.isdisjoint(storages_of([optimizer])):
-                msg = f"{type(optimizer).__name__}, which is not in the state, changed it"
+                msg = f"{type(optimizer).__name__}, which is not in the state, changed its memory"
                 raise NotLoggedError(msg)
         rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}

@@ -67,7 +67,8 @@ class _DamagedEntryError(NotLoggedError):
 class _ReplayedEntry(NamedTuple):
     """The parts of an entry that a replay needs.
 
-    `tree` has the steps and options, `parameters` the paths of the parameters that it stores.
+    `tree` has the steps and options. `parameters` has the paths of the parameters that the entry
+    stores.
     """
 
     tree: Mapping[str, Any]

@@ -371,7 +371,7 @@ class SegmentWriter:
             at, header = at + len(header) + len(piece), header[:0]
 
     def abort(self) -> None:
-        """Discard the entries of the open segment, and ignore all further entries."""
+        """Discard the open segment, and ignore all further entries; nothing if none is open."""
         if self._writer is not None:
             self._writer.abort()
             self._writer, self._ended = None, True

@@ -50,7 +50,8 @@ class LoggedStep:
         options: The options of each group, without its parameters.
         grads: The copied gradients; None: not copied yet.
         uncopied: The gradient of each parameter of each group, and the version of each gradient.
-            These are weak references: a run that never logs must not pay with memory or time.
+            The gradients are weak references: a run that never logs must not pay with memory or
+            time.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
         proof: Takes the step again after it is encoded; None: no proof was begun.
     """
@@ -159,7 +160,9 @@ class StepWatch:
         self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
-        """Check that an optimizer has not changed since its last step; begin proofs if due.
+        """Check that an optimizer has not changed since its last step, and prepare to note a step.
+
+        Captures what the step itself may change, and begins a proof if one is due.
 
         Args:
             optimizer: The optimizer.
@@ -181,7 +184,8 @@ class StepWatch:
             self._proofs[key] = self.prove(optimizer, replayer, self._attributes[key][1])
 
     def _compare(self, optimizer: Optimizer) -> None:
-        if self.trouble:  # a run that never logs has trouble, and no cost, from its second step on
+        # In a run that never logs, this is set after its second step, so that nothing is compared.
+        if self.trouble:
             return
         if self._knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
             kind = type(optimizer).__name__
@@ -377,7 +381,7 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
     if not isinstance(value, torch.nn.Module):
         return False
     plain = torch.nn.Module
-    # Of each module, because `parameters` and `buffers` each walk all modules and build names.
+    # Checks each module: `parameters` and `buffers` would each walk all modules and build names.
     return all(
         all(p is None or id(p) in parameters for p in module._parameters.values())  # noqa: SLF001
         and not any(buffer is not None for buffer in module._buffers.values())  # noqa: SLF001

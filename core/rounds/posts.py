@@ -317,8 +317,8 @@ def decode(kind: type[R], data: bytes) -> R:
     if read.value("v") != _VERSION:
         refuse(
             name,
-            f"has post version {read.value('v')!r}, of another release of Penstock: use one "
-            "version everywhere",
+            f"has version {read.value('v')!r}, from another release of Penstock: use one version "
+            "everywhere",
         )
     return kind(**{key: _READERS[of](read, name, key) for key, of in types.items()})
 

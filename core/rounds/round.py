@@ -335,7 +335,7 @@ class Round:
                 pace.now_s = (yield Rest(pace.look_s)).now_s
                 continue
             before = self.phase
-            if not pace.is_silent:  # a call that hangs takes long
+            if not pace.is_silent:  # else a further call may hang for long, too
                 yield from self._ask() if before in _ASKING else self._look()
             if pace.is_silent and (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)
