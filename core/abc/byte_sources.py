@@ -155,7 +155,7 @@ class ByteSource(ABC):
         return self.version() is not None
 
     def is_rounded(self, other: ByteSource, /) -> bool:
-        """Return whether every element equals that of `other`, rounded to nearest even.
+        """Return whether every element equals the element of `other`, rounded to nearest even.
 
         The two have equal regions, `other` is float32, and core holds the memory of both (see
         `hold`). Compares bits with the result of `convert_floats`, including NaN. Returns False if
@@ -166,7 +166,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return element 0's current address; 0 if freed or shrunk, None if it cannot move."""
+        """Return element 0's address; 0 if the memory was freed or shrunk, None if it is fixed."""
         return None
 
     @classmethod

@@ -56,7 +56,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 class BlobRange(NamedTuple):
-    """A range of stored bytes, named the same on all ranks."""
+    """A range of a stored blob. The name of the blob is the same on all ranks."""
 
     blob: str
     offset: int
@@ -178,7 +178,7 @@ class BlobServer(ThreadingTCPServer):
                     time.sleep(self._poll_s)
 
     def _has_room(self) -> bool:
-        """Close late connections; return whether there is room for another connection.
+        """Close connections that have not proved their identity in time; return whether one fits.
 
         Every connection keeps a minimum time to prove its identity, even if there are too many
         connections: a crowd of strangers must not drive out a rank that gets no CPU time.

@@ -93,11 +93,13 @@ class RootsOfJob:
         self._joined = True
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop serving this host's roots, once all other ranks close too or the timeout is over.
+        """Wait until all other ranks close too, or the timeout is over; then stop serving roots.
+
+        A rank that serves no root does not wait.
 
         Args:
             error: The failure that makes this rank close. With a failure, it does not wait for the
-                other ranks.
+                other ranks either.
         """
         group = self._group
         if group is None:

@@ -476,7 +476,7 @@ class _StoreAgain(DelegatingBackend):
         self._relayed = relayed
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read bytes from the store that another rank had passed on.
+        """Read from the store the bytes that another rank has passed on.
 
         Raises:
             StorageError: The bytes came from the store in the first place.

@@ -120,7 +120,10 @@ class Recorder:
         *,
         room: TierRoom | None = None,
     ) -> None:
-        """Prepare; nothing is watched before `begin`. See `RunLog` for `room`."""
+        """Prepare; nothing is watched before a save or a restore begins the log.
+
+        See `RunLog` for `room`.
+        """
         self._backend = backend
         self._room = room
         self._config = config
@@ -460,7 +463,7 @@ class Recorder:
 
 
 def _sample(data: memoryview | None) -> bytes:
-    """Return some bytes of a parameter: a change through `Tensor.data` leaves no other mark."""
+    """Return a sample of a parameter's bytes. A change through `Tensor.data` shows only there."""
     if data is None or not data.nbytes:
         return b""
     flat = np.frombuffer(data, np.uint8)
@@ -498,9 +501,9 @@ def _paths_of(state: Mapping[str, Any], registry: Registry, provider: str) -> di
 
 
 def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without its optimizers and without modules that have only parameters.
+    """Return the state without its optimizers, and without modules that they change entirely.
 
-    Describing them would take most of the time, and an entry contains nothing of them.
+    Describing these would take most of the time, and an entry contains nothing of them.
     """
     own = {*map(id, optimizers.values())}
     stepped = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}

@@ -288,7 +288,7 @@ class LogReplay:
         entries: Sequence[tuple[StoredEntry, Collection[ObjectPath]]],
         selection: Selection,
     ) -> None:
-        """Restore the objects that no optimizer changes, each from the last entry with it."""
+        """Restore objects that no optimizer changes, each from the last entry that stores it."""
         restored: set[ObjectPath] = set()
         for number, (entry, parameters) in enumerate(reversed(entries)):
             if number and restored.issuperset(parameters):
@@ -325,7 +325,7 @@ class LogReplay:
         """Read an entry, compare it with its checksum, and open it.
 
         Raises:
-            NotLoggedError: It is damaged.
+            NotLoggedError: The entry is damaged.
         """
         payload = memory.take(entry.header.payload_bytes, which)
         if not entry.is_whole(self.backend, payload):

@@ -296,9 +296,10 @@ class RunLog:
     ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
         """Find the entries that this rank replays.
 
-        A rank replays its own entries if it holds the same parts of the parameters as when they
-        were logged; otherwise those of all ranks. If ranks restore together, each entry's bytes are
-        compared here.
+        If every rank holds whole parameters, a rank replays its own entries, or rank 0's if fewer
+        ranks have logged. If parameters are divided among ranks, a rank replays its own entries if
+        it holds the same parts as when they were logged, and otherwise those of all ranks. If ranks
+        restore together, each entry's bytes are compared with its checksum here.
 
         Returns:
             The entries by the rank that logged them, or an error: the caller raises it only in the

@@ -195,7 +195,7 @@ def drains_key() -> str:
 
 
 def drained_key(number: int) -> str:
-    """Return the key of the outcome of copying a round's checkpoint."""
+    """Return the key of rank 0's report on how the copies of a round's checkpoint ended."""
     return f"rounds/{number}/drained"
 
 
@@ -326,8 +326,8 @@ def decode(kind: type[R], data: bytes) -> R:
 class Outbox:
     """Keeps the posts of one rank in a round until the job's store has accepted them.
 
-    Holds only the newest post per key. A post that arrives while an older post with its key is
-    being sent is sent as well.
+    Holds only the newest post for each key. A post that arrives while an older post with the same
+    key is being sent is sent after it.
     """
 
     def __init__(self, rank: int, slot: SlotPost) -> None:
