@@ -539,7 +539,6 @@ class _Writing:
         self._queue.join()
 
     def close(self) -> None:
-        """End the thread."""
         self._queue.put(None)
         self._thread.join()
 
