@@ -48,7 +48,7 @@ def check_blob_name(name: str, /, *, prefix: bool = False) -> None:
     shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
     msg = (
         f"{shown} is not a blob name: use relative segments of 1 to 255 characters A-Z a-z 0-9 . "
-        f"_ - (no '..'), at most {_MOST_CHARACTERS} in all"
+        f"_ - (not '.' or '..'), at most {_MOST_CHARACTERS} characters in all"
     )
     raise StorageError(msg)
 
@@ -260,7 +260,7 @@ class Backend(ABC):
     def _submit_or_read(
         self, first: Backend, requests: Sequence[ReadRequest], failure: type[StorageError]
     ) -> Future[None]:
-        """Read with `submit_read` of another backend; if that fails so, with this one's `read`."""
+        """Read with `first.submit_read`; if that fails with `failure`, read with `self.read`."""
         done: Future[None] = Future()
 
         def settle(read: Future[None]) -> None:
@@ -276,7 +276,7 @@ class Backend(ABC):
             try:
                 read_again = Backend.submit_read(self, requests)
             except RuntimeError as error:
-                done.set_exception(StorageError(f"closed during the read: {error}"))
+                done.set_exception(StorageError(f"the store was closed during a read: {error}"))
             else:
                 read_again.add_done_callback(settle)
 

@@ -43,7 +43,8 @@ class Lines(NamedTuple):
 
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
-        step: Stride between line starts in bytes, except to the last; a multiple of the itemsize.
+        step: Bytes from the start of one line to the next, except to the last line; a multiple of
+            the itemsize.
         steps: The number of lines before the last one.
     """
 
@@ -65,9 +66,9 @@ class PendingCopy(ABC):
 
     @abstractmethod
     def order(self) -> None:
-        """Order all device work that the calling thread issues later after this copy.
+        """Make the device work that the calling thread issues from now on run after this copy.
 
-        Blocks like `wait` on a device that cannot order work.
+        On a device that cannot order work, this blocks like `wait`.
         """
 
 
@@ -146,15 +147,15 @@ class ByteSource(ABC):
         return None
 
     def steady(self) -> bool:
-        """Return whether core may hash, then write the bytes directly from live memory.
+        """Return whether core may hash the bytes in live memory and then write them from there.
 
-        This requires a `version` that shows any change between the two, and memory that no other
-        process can change.
+        This requires a `version` that shows any change between the hash and the write, and memory
+        that no other process can change.
         """
         return self.version() is not None
 
     def is_rounded(self, other: ByteSource, /) -> bool:
-        """Return whether every element equals that of `other`, rounded to nearest even.
+        """Return whether every element equals the element of `other`, rounded to nearest even.
 
         The two have equal regions, `other` is float32, and core holds the memory of both (see
         `hold`). Compares bits with the result of `convert_floats`, including NaN. Returns False if
@@ -165,7 +166,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return element 0's current address; 0 if freed or shrunk, None if it cannot move."""
+        """Return element 0's address; 0 if the memory was freed or shrunk, None if it is fixed."""
         return None
 
     @classmethod
@@ -265,7 +266,7 @@ class ByteSink(ABC):
             sink.copy_in(start, data[low:high])
 
     def opened(self) -> None:  # noqa: B027 - most sinks have nothing to do
-        """Called once before the first byte changes, to bump versions so that captures see it."""
+        """Called once before the first byte changes: bump versions, so that captures notice."""
 
     def written(self) -> None:  # noqa: B027 - most sinks have nothing to do
         """Called once after all bytes are verified, to bump versions and free scratch memory."""

@@ -101,7 +101,7 @@ class Codec(ABC):
         """Load the libraries or compiled code that `encode` needs, if that takes long.
 
         Each save calls this in the background before its first chunk, so repeated calls must be
-        quick. A slow load in `encode` instead counts as a save without progress.
+        quick. If `encode` loads them instead, a slow load counts as a save without progress.
         """
 
     @abstractmethod

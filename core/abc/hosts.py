@@ -63,7 +63,7 @@ class HostRoots(ABC):
 
     @abstractmethod
     def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
-        """Read the roots of the other hosts, too; `close` closes them.
+        """From now on, read the roots of the other hosts too; `close` closes those roots.
 
         Args:
             own: The root of this host.
@@ -73,9 +73,9 @@ class HostRoots(ABC):
 
 
 def host_roots(backend: Backend, /) -> dict[int, HostRoots]:
-    """Return the places of a backend that have a root on each host, by the number of the tier.
+    """Return the tiers of a backend that have a root on each host, by the number of the tier.
 
-    Skips tiers that are not open.
+    A backend without tiers counts as tier 0. Skips tiers that are not open.
     """
     found: dict[int, HostRoots] = {}
     for number, place in enumerate([tier.backend for tier in backend.tiers] or [backend]):
@@ -93,8 +93,8 @@ class HostRecord:
     """The newest job that has saved to a root.
 
     Attributes:
-        host: The name of the host then.
-        epoch: The epoch of that job, above those of all its hosts before.
+        host: The name that this host had in that job.
+        epoch: The epoch of that job, higher than the earlier epochs of all its hosts.
         hosts: The names of all hosts of that job.
     """
 

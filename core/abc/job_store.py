@@ -85,7 +85,7 @@ class Coordination(ABC):
         """Set the register `key` to `value` if it is unset; return the register's value.
 
         Of all calls for a key, by all ranks at any time, exactly one sets the register. All calls
-        return that value, which never changes.
+        return the value that this call has set, which never changes.
 
         Raises:
             CoordinationError: The store does not answer, and the register may be set to `value`

@@ -14,10 +14,10 @@ API_VERSION = 1
 
 
 def says_its_version(cls: type, /) -> bool:
-    """Return whether `cls` itself declares the API version of its contract.
+    """Return whether `cls`, or a base class from outside Penstock, declares an API version.
 
-    An inherited version comes from the installed Penstock, so it would hide a mismatch. Penstock's
-    own classes are released with the contract and may inherit it.
+    A version inherited from the installed Penstock would hide a mismatch. Penstock's own classes
+    are released with the contract and may inherit the version.
     """
     foreign = [c for c in cls.__mro__ if c.__module__.split(".")[0] != "penstock"]
     return cls not in foreign or any("api_version" in vars(c) for c in foreign)

@@ -33,8 +33,9 @@ class StateObject(NamedTuple):  # a frozen dataclass takes three times as long, 
         role: Purpose of the object in training.
         form: Name of a leaf form that a provider can rebuild (`"tensor"`, `"ndarray"`, `"json"`).
         source: The bytes of the object.
-        same_as: Path of an earlier object with the same memory (tied weights); set by core. A
-            provider sets it for an empty shard, which has no memory, if other ranks tie it.
+        same_as: Path of an earlier object with the same memory (tied weights). Core sets it, except
+            for an empty shard: that has no memory, so the provider sets it if other ranks tie the
+            object.
         replica: This rank's position among the ranks that hold these bytes. None if every rank
             that has the object holds all of it, with equal bytes.
     """
@@ -66,7 +67,7 @@ class Node:
 
 
 def ranks_node(path: ObjectPath, count: int, /) -> Node:
-    """Return the node of per-rank objects: those of rank N of `count` are at its child N."""
+    """Return the node above the per-rank objects of `count` ranks; child N has those of rank N."""
     return Node(path, "dict", {"ranks": count})
 
 
@@ -162,11 +163,11 @@ class Placement:
     replaces: bool = False
     """Whether `finish` returns a different object from the live one (a read-only array's copy).
 
-    A tuple of the template cannot take the new object, so core refuses that before it writes any
-    memory. Not set for values.
+    A tuple of the template cannot take the new object, so core refuses such a restore before it
+    writes any memory. Not set for values.
     """
     settle: list[Callable[[], object]] = field(default_factory=list)
-    """Called after all `finish` of the whole restore, to set random state after the last draw."""
+    """Called after every `finish` of the whole restore: sets random state, which those may use."""
 
     def differ(self, difference: Difference) -> None:
         """Add a difference, and its sentences as problems; `strict=False` may skip both."""
@@ -197,8 +198,8 @@ class DescribeContext(ABC):
         allow_pickle: Whether values may be pickled.
         rank: The number of this rank among those that save together.
         world_size: The number of these ranks.
-        role: The role of all objects of a `describe_all` call, if the caller sets one. Core copies
-            an object only if its role differs.
+        role: The role of all objects of a `describe_all` call, if the caller sets one. A provider
+            may ignore it: core replaces the objects that have another role, which takes time.
     """
 
     allow_pickle: bool
@@ -245,7 +246,8 @@ class DescribeContext(ABC):
         """Return the cached result of `make` from the last save, or call `make` if `basis` changed.
 
         Use this for paths, nodes and other results that stay the same in each save of a job. Core
-        keeps basis and result until the next save: neither may change, or hold state.
+        keeps `basis` and the result until the next save, so neither may be changed later, or refer
+        to state.
 
         Args:
             place: Identifies the result and its part of the tree.
@@ -305,7 +307,7 @@ class PlaceContext(ABC):
 
     @abstractmethod
     def provider_version(self, name: str, /) -> int | None:
-        """Return the version of provider `name` in the checkpoint; None if it wrote no part of it.
+        """Return the checkpoint's version of provider `name`; None if that provider wrote nothing.
 
         Core refuses a checkpoint with a later version than that of the installed provider.
         """
@@ -365,7 +367,7 @@ class StateProvider(ABC):
         name: Entry-point name.
         version: Version of the provider's stored state. Each checkpoint records it; `place` and
             `rebuild` read it from `PlaceContext.provider_version`. Core refuses to give state of a
-            later version to an earlier one.
+            later version to an earlier version of the provider.
         forms: Leaf and node forms that `rebuild` understands; unique among all providers.
         describes_last: Whether core describes its values after all other values in the dicts, lists
             and tuples of the tree, because describing the others may change them (random state).
@@ -471,7 +473,7 @@ class StateProvider(ABC):
         return ()
 
     def claimed_memory(self, value: Any, /) -> Iterable[MemoryKey]:
-        """Return memory that only `value.step` changes (optimizers); core may capture it later."""
+        """Return memory that only `value.step` changes (optimizers); core may defer its capture."""
         del value
         return ()
 
@@ -481,8 +483,8 @@ class StateProvider(ABC):
         This is faster than `claimed_memory`, since core already knows their memory.
 
         Returns:
-            The same objects that `describe` passed to `describe_each`. Core calls `claimed_memory`
-            for None, or if an object was not passed to `describe_each`.
+            The same objects that `describe` passed to `describe_each`. If the result is None, or
+            has an object that was not passed to `describe_each`, core calls `claimed_memory`.
         """
         del value
         return None

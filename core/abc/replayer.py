@@ -31,14 +31,15 @@ class Unit(Enum):
 class Replayer(ABC):
     """Repeats the steps of one kind of optimizer.
 
-    For each step, the log holds the gradients that it used, and the groups' options after it. The
-    default methods suit an optimizer whose step depends on nothing else. A replayer has no state:
-    `step` and `engine` are also called on the log thread.
+    For each step, the log holds the gradients that the step used, and the groups' options after the
+    step. The default methods suit an optimizer whose step depends only on these, its parameters and
+    its state. A replayer has no state itself: `step` and `engine` are also called on the log
+    thread.
 
     Attributes:
         name: The name of the entry point.
-        version: Must rise when the same inputs give other bits than before. Logs of another version
-            are not replayed.
+        version: Must rise when the same inputs give different bits than before. Logs of another
+            version are not replayed.
         api_version: The version of this contract that the class was written for.
     """
 
@@ -64,9 +65,9 @@ class Replayer(ABC):
         return Unit.OPTIMIZER
 
     def engine(self, optimizer: Any, /) -> Mapping[str, Any]:
-        """Return facts, as plain JSON, that change the bits of a step, such as a package's version.
+        """Return facts that affect the bits of a step, such as a package's version, as plain JSON.
 
-        Core adds the class, the torch version, the devices and the CPU instructions.
+        Core adds the optimizer's class, the torch version, the devices and the CPU instructions.
         """
         del optimizer
         return {}

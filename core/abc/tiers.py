@@ -147,20 +147,20 @@ def decode_root(data: bytes) -> RootRecord:
 
 def _check_version(body: object) -> None:
     if type(body) is not dict or body.get("penstock") != _VERSION:
-        msg = "it has another version"
+        msg = f"it is not a record of version {_VERSION}"
         raise ValueError(msg)
 
 
 def _checked_id(value: object) -> str:
     if type(value) is not str or not _ID.fullmatch(value):
-        msg = "an identity is not 32 hex digits"
+        msg = "the ID of a run or root is not 32 hex digits"
         raise ValueError(msg)
     return value
 
 
 def _checked_count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_OPENED:
-        msg = "a count is not an integer within bounds"
+        msg = f"a count is not an integer from 0 to {_MAX_OPENED}"
         raise ValueError(msg)
     return value
 

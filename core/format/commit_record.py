@@ -148,7 +148,7 @@ def decode_commit(data: bytes, name: str) -> CommitRecord:
 
 
 def encode_borrowed(blobs: Sequence[BlobRecord]) -> tuple[bytes, BorrowedTable]:
-    """Encode the table of borrowed blobs, ascending by name, for the end of an index."""
+    """Encode the table of borrowed blobs that ends an index; `blobs` must ascend by name."""
     data = compress(dump_json(_rows(blobs)))
     saves: dict[str, int] = {}
     for blob in blobs:
@@ -294,7 +294,7 @@ def _index_entry(value: object, uid: str, name: str) -> IndexEntry:
     where = f"{name}: index"
     fields = Fields(value, where, ("name", "length", "head_length", "head_sha256"))
     if fields.value("name") != index_name(uid):
-        refuse(where, f"is not {index_name(uid)}")
+        refuse(where, f"its name is not {index_name(uid)}")
     length = fields.integer("length")
     head_length = fields.integer("head_length", high=min(length, MAX_INDEX_HEAD_BYTES))
     return IndexEntry(index_name(uid), length, head_length, fields.hexadecimal("head_sha256", 64))
@@ -304,11 +304,19 @@ def _part_entries(fields: Fields, uid: str, name: str) -> tuple[PartEntry, ...]:
     world_size = fields.integer("world_size")
     rows = fields.items("parts")
     if not 0 < len(rows) <= min(world_size, MAX_LISTED_PARTS):
-        refuse(name, f"lists {len(rows)} parts of {world_size} ranks")
+        refuse(
+            name,
+            f"lists {len(rows)} parts of {world_size} ranks, not 1 to "
+            f"{min(world_size, MAX_LISTED_PARTS)}",
+        )
     entries = tuple(_part_entry(row, f"{name}: part {n}") for n, row in enumerate(rows))
     ranks = [_rank_of(entry.name, uid, name) for entry in entries]
     if ranks != sorted(set(ranks)) or ranks[-1] >= world_size:
-        refuse(name, f"its parts are not in order of its {world_size} ranks")
+        refuse(
+            name,
+            "its parts must be in ascending order of rank, one per rank, with ranks below the "
+            f"world size {world_size}",
+        )
     return entries
 
 

@@ -17,7 +17,7 @@ FEATURES: frozenset[str] = frozenset()
 
 
 def without_features(body: Any, name: str) -> Any:
-    """Return the body of a record without the features that it names.
+    """Check the features that a record requires; return its body without the lists of features.
 
     Args:
         body: The decoded JSON; anything but an object is returned as it is.

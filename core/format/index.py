@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath, Role, TensorSpec
 
 WHOLE = 0xFF
-"""In place of a number of dimensions: the shard is the whole object."""
+"""Stored instead of the number of dimensions if the shard is the whole object."""
 
 NO_BYTES = 0xFE
-"""In place of a number of dimensions: the part describes the object, but has no bytes of it."""
+"""Stored instead of the number of dimensions if the part describes the object, but has no bytes of
+it."""
 
 WHOLE_BYTES = 4 << 20
 """An index up to this size is read at once; of a larger index, only the needed blocks are read."""
@@ -54,7 +55,7 @@ class ShardTable:
         parts: Number of the part that has the shard, uint32.
         sections: Number of the section in that part's head, uint32.
         dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
-        bounds: Offset and size, int64, in each dimension of each region, one after the other.
+        bounds: Rows of offset and size, int64: one row for each dimension of each region, in order.
         traits: A checksum of the object's description in the part, uint32; 0 if one process saved,
             and in tables from an index.
     """
@@ -74,7 +75,7 @@ class ShardTable:
         return list(zip(self.parts.tolist(), self.sections.tolist(), strict=True))
 
     def regions(self) -> list[Region | None]:
-        """Return the region of each shard; None for the whole object, or for no bytes of it."""
+        """Return each shard's region; None if it is the whole object, or has no bytes of it."""
         bounds = iter(self.bounds.tolist())
         result: list[Region | None] = []
         for dims in self.dims.tolist():
@@ -140,7 +141,8 @@ class SectionShards:
 
     Attributes:
         hashes: Hash of the object's path, for each shard.
-        regions: Its region; True for the whole object, False if it has no bytes there.
+        regions: The region of each shard; True if it is the whole object, False if the part has no
+            bytes of the object.
         traits: A checksum of the object's description, for each shard; may be empty.
     """
 
@@ -186,8 +188,9 @@ def traits_of(
 ) -> int:
     """Return a checksum of an object's description: equal for parts that describe it alike.
 
-    `origins` are the paths that it is tied to, and derived from. Ignores the length of a value:
-    ranks compare whole values anyway, and so the table stays the same if a value gets longer.
+    `origins` are the path that the object is tied to and the path that it is derived from. The
+    length of a value does not count: ranks compare whole values anyway, and the table thus stays
+    the same if a value gets longer.
     """
     shape = () if kind is Kind.VALUE else spec.shape
     traits = (kind, spec.dtype, spec.itemsize, role, form, shape)
@@ -310,7 +313,8 @@ class IndexReader:
         read: `read(offset, length)` returns exactly those bytes of the index.
         entry: The index, as the commit record names it.
         whole_bytes: An index up to this size is read at once.
-        borrowed: The table at its end, as the commit record describes it; not read here.
+        borrowed: The commit record's entry for the table of borrowed blobs at the end of the index;
+            None if it has none. The reader does not read the table.
     """
 
     def __init__(
@@ -458,14 +462,15 @@ class IndexReader:
     def _fetch(self, offset: int, length: int) -> bytes:
         data = self._read(offset, length)
         if len(data) != length:
-            refuse(self._entry.name, "a range of it could not be read whole")
+            refuse(self._entry.name, f"a read at byte {offset} got {len(data)} of {length} bytes")
         return data
 
 
 def dump_table(table: ShardTable) -> bytes:
-    """Return the columns one after the other, each as planes of its bytes, the highest first.
+    """Return the columns one after the other, each as byte planes.
 
-    Most high bytes are alike, and a plane has them side by side, so it compresses well.
+    The first plane has the highest byte of every value, the next plane the second byte, and so on.
+    Most high bytes are alike, so such a plane compresses well.
     """
     columns: tuple[NDArray[Any], ...] = (
         table.hashes,
@@ -504,7 +509,7 @@ def load_table(data: bytes, name: str, *, count: int) -> ShardTable:
 
 
 def dump_traits(table: ShardTable) -> bytes:
-    """Return the traits, as planes of their bytes."""
+    """Return the traits as byte planes, like the columns of `dump_table`."""
     return _planes(table.traits)
 
 
@@ -532,7 +537,7 @@ def _column(data: bytes, start: int, count: int, dtype: type[T]) -> NDArray[T]:
 
 
 def _columns(regions: Sequence[Region | bool]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    if set(map(type, regions)) <= {bool}:  # of one process
+    if set(map(type, regions)) <= {bool}:  # always so if one process saved
         kinds = np.where(np.array(regions, np.bool_), WHOLE, NO_BYTES)
         return kinds.astype(np.uint8), EMPTY.bounds
     dims: list[int] = []

@@ -174,7 +174,8 @@ def decode_head(data: bytes, entry: PartEntry, record: CommitRecord) -> PartHead
         borrowed=record.borrowed if record.many_borrowed is None else None,
     )
     if record.many_borrowed is not None:
-        # Deletions spare blobs of the saves that the record names, whatever the table lists.
+        # A part may use only these saves: deletions spare all blobs of the saves that the record
+        # names, so the table that lists the blobs is not needed here.
         lent = {record.uid, *record.references}
         for blob in head.blobs:
             if blob_uid(blob.name) not in lent:
@@ -349,7 +350,7 @@ def _blobs(
 ) -> Iterable[BlobRecord]:
     known = None if borrowed is None else frozenset(borrowed)
     for blob in read_blobs(rows, f"{name}: blobs"):
-        # Its length must agree too: deletions and copies know only blobs that the record lists.
+        # Name and length must agree: deletions and copies know only the blobs in the record.
         if blob_uid(blob.name) != uid and known is not None and blob not in known:
             refuse(
                 name, f"a blob is neither of this save nor borrowed by the commit record: {blob}"
@@ -365,7 +366,7 @@ def _chains(rows: Sequence[Any], name: str) -> Iterable[Chain]:
         where = f"{name}: chain {number}"
         links = check_list(row, where)
         if len(links) > MAX_CODECS or (number and not links):
-            refuse(where, f"has {len(links)} codecs")
+            refuse(where, f"has {len(links)} codecs, not 1 to {MAX_CODECS}")
         chain: list[CodecRecord] = []
         for link in links:
             fields = Fields.of_row(link, where, keys)

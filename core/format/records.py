@@ -111,7 +111,7 @@ class ChunkRef(NamedTuple):  # a frozen dataclass takes three times as long, onc
 
 
 class ShardRecord(NamedTuple):  # as `ChunkRef`
-    """One rank's region of an object and where its bytes are, ascending and without gaps."""
+    """One rank's region of an object, and the chunks with its bytes, in order and without gaps."""
 
     region: Region
     chunks: tuple[ChunkRef, ...]
@@ -127,8 +127,8 @@ class ObjectRecord(NamedTuple):  # as `ChunkRef`
 
     `frames` are the frames of its section, to which its shards refer by number, and `head` is the
     head of its part. `ordinal` numbers objects and nodes in the order in which the tree was
-    described. `errors` are the errors of lossy codecs in its elements; None if there are none, or
-    no floats.
+    described. `errors` are the errors that lossy codecs caused in its elements; None if no lossy
+    codec changed it, or if its elements are not floats.
     """
 
     ordinal: int
@@ -147,7 +147,7 @@ class ObjectRecord(NamedTuple):  # as `ChunkRef`
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A container or composite. A path without a node is a dict with string keys."""
+    """A container or composite. A container without a node is a dict with string keys."""
 
     ordinal: int
     path: ObjectPath
@@ -311,8 +311,9 @@ class CommitRecord:
         engine: Name of the engine that wrote the blobs (`"uring"`), for users.
         plugins: Third-party plugins used, such as `"codec acme"`, each with name and version of its
             distribution.
-        many_parts: If the index lists the parts: their number and size.
-        many_borrowed: If the index lists the borrowed blobs: their totals, by save.
+        many_parts: The number and size of the parts if the index lists them; None if `parts` does.
+        many_borrowed: The totals of the borrowed blobs by save if the index lists the blobs; None
+            if `borrowed` does.
     """
 
     uid: str
@@ -369,7 +370,7 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class IntentRecord:
-    """The record of a save under way. It stays as long as the data of its uid.
+    """The record of a save in flight. It stays after the commit, until the data of its uid goes.
 
     Attributes:
         uid: Name of the attempt.
@@ -404,7 +405,7 @@ class NoteRecord:
         number: Its place among the notes on that checkpoint; later notes override earlier ones.
         id: Random, 16 hex digits, since two writers may choose the same number.
         metadata: The user's metadata, JSON.
-        tags: By tag, True if the note sets it, False if it removes it.
+        tags: For each tag, True if the note sets the tag, False if the note removes the tag.
     """
 
     uid: str
@@ -443,8 +444,9 @@ def parse_commit_name(name: str) -> tuple[int, int] | None:
 def generation_above(names: Iterable[str]) -> int:
     """Return the generation that overwrites commit records of these names, all of one step.
 
-    It is even, and above the compaction of each record, which is odd. So a compaction never takes
-    the name of an overwrite, even in another tier, and never hides an overwrite that has begun.
+    It is even, and higher than the generation of a compaction of any of them, which is odd. So a
+    compaction never takes the name of an overwrite, even in another tier, and never hides an
+    overwrite that has begun.
     """
     parsed = [parse_commit_name(name) for name in names]
     highest = max((generation for _, generation in filter(None, parsed)), default=None)

@@ -91,7 +91,8 @@ def read_section(
     """Read and validate the JSON of a section.
 
     With `wanted`, reads only these objects, since reading one takes longer than checking its path.
-    If the section has none of them, the frames may be left out too.
+    If the section has none of them, the result may be empty, without frames; then the JSON may not
+    have been validated.
 
     Raises:
         FormatError: The section is malformed, or does not fit the head.
@@ -135,13 +136,17 @@ def _check_whole(
     name: str,
 ) -> None:
     if (len(paths), len(nodes)) != (info.objects, info.nodes):
-        refuse(name, f"has {len(paths)} objects and {len(nodes)} nodes, unlike its head")
+        refuse(
+            name,
+            f"has {len(paths)} objects and {len(nodes)} nodes, but the head of its part counts "
+            f"{info.objects} and {info.nodes}",
+        )
     if len(set(paths)) != len(paths):
         refuse(name, "lists a path twice")
     if len({*ordinals, *(node.ordinal for node in nodes)}) != len(paths) + len(nodes):
         refuse(name, "lists an ordinal twice")
     if top_level_keys(paths, [n.path for n in nodes]) != info.groups:
-        refuse(name, "has other top-level keys than its head says")
+        refuse(name, "its top-level keys differ from those in the head of its part")
 
 
 def _all_lists_of(rows: Sequence[Any], kind: type, *, limit: int) -> bool:
@@ -228,7 +233,7 @@ def _read_frame(row: tuple[Any, ...], head: PartHead, before: Sequence[Frame], n
 def _read_base(
     value: object, chain: int, raw_length: int, before: Sequence[Frame], name: str
 ) -> Frame:
-    """Return the base of a frame. It is an earlier frame, so chains have no cycles."""
+    """Return the base of a frame. The base must be an earlier frame, so chains have no cycles."""
     check_ints([value], f"{name}: base", high=len(before) - 1)
     base = before[cast("int", value)]
     if not chain or base.raw_length != raw_length:
@@ -287,9 +292,9 @@ class _Extent(NamedTuple):
 class ObjectColumns:
     """The checked columns of a section's objects, or of the wanted ones.
 
-    Nearly every object is one whole shard in one chunk. These are checked together, by a few
-    comparisons of whole columns, and the others one by one. If a comparison fails, every object is
-    checked alone, so that the error names the first refused object.
+    Nearly every object is one whole shard in one chunk. Such objects are checked together, by a few
+    comparisons of whole columns, and all other objects one by one. If a comparison fails, every
+    object is checked alone, so that the error names the first refused object.
 
     Attributes:
         frames: The frames of the section.
@@ -427,7 +432,7 @@ class ObjectColumns:
             return ()
         rows = check_list(rows, where)
         if self._alone and len(rows) != 1:
-            refuse(where, f"has {len(rows)} shards")
+            refuse(where, f"has {len(rows)} shards, not 1, although one process saved")
         return tuple([self._shard(shard, spec, where) for shard in rows])
 
     def _shard(self, row: object, spec: TensorSpec, name: str) -> ShardRecord:
@@ -440,19 +445,19 @@ class ObjectColumns:
             refuse(name, f"its list of chunks has {len(numbers)} numbers, not 3 for each chunk")
         count, nbytes = len(numbers) // _ONE_CHUNK, spec.itemsize * math.prod(region.sizes)
         if count > max_chunks(nbytes):
-            refuse(name, f"has {count} chunks for {nbytes} bytes")
+            refuse(name, f"has {count} chunks for {nbytes} bytes, which is too many")
         chunks: list[ChunkRef] = []
         start = 0
         for at in range(0, len(numbers), 3):
             frame, offset, length = numbers[at : at + 3]
             if frame >= len(self._raw_lengths) or offset + length > self._raw_lengths[frame]:
-                refuse(name, f"uses bytes beyond frame {frame}")
+                refuse(name, f"uses bytes that frame {frame} does not have")
             if not length:
                 refuse(name, "has an empty chunk")
             chunks.append(ChunkRef(frame, offset, start, start + length))
             start += length
         if start != nbytes:
-            refuse(name, f"has {start} bytes, unlike its shape {region.sizes}")
+            refuse(name, f"has {start} bytes, unlike its shape {region.sizes} of {nbytes} bytes")
         return ShardRecord(region, tuple(chunks))
 
     @staticmethod
@@ -491,11 +496,14 @@ def _all_extents(
 
 
 def _extent(kind: _Type, shape: Any, where: str) -> _Extent:
-    """Check the dtype and shape of an object."""
+    """Return the extent of an object, after checking its shape."""
     if len(check_ints(shape, where)) > MAX_DIMENSIONS or (
         kind[0] is Kind.VALUE and len(shape) != 1
     ):
-        refuse(where, f"has {len(shape)} dimensions")
+        refuse(
+            where,
+            f"has {len(shape)} dimensions: a value has 1, a tensor at most {MAX_DIMENSIONS}",
+        )
     spec = TensorSpec(kind[1], kind[2], tuple(shape))
     return _Extent(spec, spec.nbytes, Region.whole(spec.shape))
 
@@ -506,7 +514,7 @@ def _made(kind: type[RecordT], rows: Iterable[tuple[Any, ...]]) -> Iterator[Reco
 
 
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:
-    """Return, by position, which objects are tied or derived, and the path of the other object."""
+    """Return column and other object's path for each tied or derived object, by its position."""
     origins: dict[int, tuple[str, ObjectPath]] = {}
     for key in ("same_as", DERIVED_KEY):
         if key not in columns:
@@ -560,5 +568,5 @@ def _read_node(row: object, name: str) -> NodeRecord:
 def _path(value: object, name: str) -> ObjectPath:
     segments = check_texts(value, name)
     if len(segments) > MAX_SEGMENTS:
-        refuse(name, f"has a path of {len(segments)} segments")
+        refuse(name, f"has a path of {len(segments)} segments, more than {MAX_SEGMENTS}")
     return tuple(segments)

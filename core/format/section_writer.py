@@ -83,11 +83,11 @@ class SectionWriter:
         """Add an object.
 
         Args:
-            ordinal: Its place in the order of description.
+            ordinal: Its place in the order in which the tree was described.
             entry: The object; it may be tied.
-            shards: For each shard its chunks, as runs of frame, offset and length; and, unless it
-                is the whole object, the offsets and sizes of its region. Frames are given by
-                their numbers in the section.
+            shards: A list for each shard. It begins with the chunks, in one flat list: frame
+                number (of `frame_number`), offset and length of each. Unless the shard is the whole
+                object, the offsets and the sizes of its region follow.
             derived: The object that this one is derived from.
             errors: The errors that lossy codecs caused in it.
         """

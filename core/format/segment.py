@@ -28,7 +28,7 @@ MAX_DIRECTORY_BYTES = 1 << 20
 _MAGIC = b"penstlog"
 _VERSION = 1
 # Magic, version, rank, world size, bytes of the directory; step, bytes of the payload; base uid,
-# session, digest of the payload, digest of the header before.
+# session, digest of the payload, digest of the previous header.
 _FIELDS = struct.Struct("<8s4I2Q16s8s16s16s")
 _DIGEST_BYTES = 16
 
@@ -42,11 +42,11 @@ class EntryHeader:
         rank: The rank that logged.
         world_size: Number of ranks.
         step: The step after which the entry was made.
-        session: 16 hexadecimal digits: equal in the entries of all ranks between two restores.
+        session: 16 hex digits that the entries of all ranks between two restores have in common.
         directory_bytes: The bytes of the directory, at the beginning of the payload.
         payload_bytes: All bytes of the payload.
         payload_digest: xxh3-128 of the payload.
-        previous: The digest of the previous header; zeros right after the base.
+        previous: The digest of the previous header; zeros in the first entry after the base.
         digest: xxh3-128 of this header.
     """
 
@@ -148,7 +148,11 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
     if magic != _MAGIC:
         return None
     if version != _VERSION:
-        refuse(name, f"has log version {version}, which this release of Penstock cannot read")
+        refuse(
+            name,
+            f"has log version {version}, which this release of Penstock cannot read: use a newer "
+            "release",
+        )
     if max(step, size) > MAX_INT or directory > min(size, MAX_DIRECTORY_BYTES):
         refuse(name, "has an entry beyond the limits of a log")
     own = bytes(data[_FIELDS.size : end])
@@ -158,7 +162,7 @@ def decode_header(data: bytes, name: str) -> EntryHeader | None:
 
 
 def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, tuple[int, int]]:
-    """Return offset, from the start of the payload, and length of each file of an entry.
+    """Return the offset of each file of an entry in the payload, and the file's length, by name.
 
     Raises:
         FormatError: The directory does not describe the payload.
@@ -174,7 +178,10 @@ def decode_directory(data: bytes, header: EntryHeader, name: str) -> dict[str, t
         files[file] = at, length
         at += length
     if at != header.payload_bytes:
-        refuse(name, f"its files have {at} bytes, its payload {header.payload_bytes}")
+        refuse(
+            name,
+            f"its directory and files have {at} bytes, but its payload has {header.payload_bytes}",
+        )
     return files
 
 
@@ -187,7 +194,7 @@ def is_whole(pieces: Iterable[bytes | memoryview], header: EntryHeader) -> bool:
 
 
 def segment_name(base: str, rank: int, number: int) -> str:
-    """Return the name of a segment, which is deleted with the data of its base."""
+    """Return the name of a segment. It is below the base's data, and is deleted with that data."""
     assert is_uid(base)
     return f"{log_prefix(base, rank)}{number:08}.log"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
-# Values that contain themselves are refused earlier; checking again takes a third of the time.
+# Values that contain themselves are refused earlier; the check here would take a third of the time.
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False)
 
 
@@ -56,7 +56,7 @@ def is_hex(text: object, digits: int) -> bool:
 def check_list(column: object, name: str, *, count: int | None = None) -> list[Any]:
     """Return `column` if it is a list, of `count` items if that is given."""
     if type(column) is not list or (count is not None and len(column) != count):
-        refuse(name, "not a list of the right length")
+        refuse(name, "not a list, or has the wrong number of items")
     return column
 
 

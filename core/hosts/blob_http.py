@@ -56,7 +56,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 class BlobRange(NamedTuple):
-    """A range of stored bytes, named the same on all ranks."""
+    """A range of a stored blob. The name of the blob is the same on all ranks."""
 
     blob: str
     offset: int
@@ -67,8 +67,8 @@ class Credentials(NamedTuple):
     """Credentials that identify one client and one server to each other.
 
     Attributes:
-        token: The proof of the client.
-        proof: The answer that proves the server.
+        token: What the client sends to prove its identity.
+        proof: What the server answers to prove its identity.
     """
 
     token: str
@@ -122,7 +122,8 @@ class BlobServer(ThreadingTCPServer):
         self._left = left
         self._clock = timing.clock
         self._patience_s = 0.0
-        self._lock = threading.Lock()  # guards the tables; no socket in them is closed while used
+        # Guards the tables, and that no socket in them is closed while it is used.
+        self._lock = threading.Lock()
         self._silent: dict[socket.socket, Deadline] = {}
         self._clients: dict[int, socket.socket] = {}
         self._serving: list[threading.Thread] = []
@@ -154,7 +155,7 @@ class BlobServer(ThreadingTCPServer):
             thread.join(deadline.left_s())
 
     def admit(self, authorization: str, connection: socket.socket) -> tuple[int, str] | None:
-        """Return the number of a request's client, and the proof to send; None: refuse it."""
+        """Return the request's client number and the proof to answer with; None to refuse it."""
         token = _TOKEN.fullmatch(authorization)
         client = -1 if token is None else int(token[1])
         known = self.credentials(client)
@@ -172,12 +173,12 @@ class BlobServer(ThreadingTCPServer):
         with self:  # closes the listener
             while not self._closed:
                 if self._has_room():
-                    self.handle_request()  # or waits for `timeout`
+                    self.handle_request()  # waits at most `timeout` for a connection
                 else:
                     time.sleep(self._poll_s)
 
     def _has_room(self) -> bool:
-        """Close late connections; return whether there is room for another connection.
+        """Close connections that have not proved their identity in time; return whether one fits.
 
         Every connection keeps a minimum time to prove its identity, even if there are too many
         connections: a crowd of strangers must not drive out a rank that gets no CPU time.
@@ -232,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        """Send one range."""
+        """Send one range of a blob, or for `/` only the proof of the server's identity."""
         server = self.server
         assert isinstance(server, BlobServer)
         admitted = server.admit(self.headers.get("Authorization", ""), self.connection)
@@ -271,7 +272,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def _refusing(self, proof: str) -> Iterator[None]:
-        """Answer with a StorageError that the block raises; nothing may have been sent before."""
+        """If the block raises a StorageError, send it as the answer.
+
+        The block must not have sent anything before it raises.
+        """
         try:
             yield
         except StorageError as error:
@@ -325,7 +329,8 @@ class BlobClient:
         self._credentials = credentials
         self._silent_s = silent_s
         self._authorization = f"Bearer {client}.{credentials.token}"
-        self._lock = threading.Lock()  # guards `_failure`, and that the socket is open while used
+        # Guards `_failure`, and that the socket is not closed while it is used.
+        self._lock = threading.Lock()
         self._failure = ""
         self._connection = HTTPConnection(*address)
         self._connection.auto_open = 0  # a lost connection stays lost
@@ -414,7 +419,7 @@ class BlobClient:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Close the connection at its first error."""
+        """At the block's first network error, close the connection and raise a StorageError."""
         try:
             if self._failure:
                 raise ConnectionAbortedError(self._failure)
@@ -433,7 +438,7 @@ def _raise_refusal(response: HTTPResponse) -> None:
 def _whole(response: HTTPResponse) -> bytes:
     length = response.length
     if length is None or length > _MOST_BYTES:
-        msg = f"its answer has {length} bytes"
+        msg = f"its answer declares {length} bytes, but must declare at most {_MOST_BYTES}"
         raise HTTPException(msg)
     data = response.read(length) if length else b""
     if len(data) != length:

@@ -77,7 +77,7 @@ class Census:
 
         Returns:
             The sets, each ascending, in the order of their first ranks; empty if a rank has not
-            reported its host in time.
+            reported its host in time, or if the hosts of all ranks do not fit in one post.
 
         Raises:
             CoordinationError: The job's store cannot be reached.

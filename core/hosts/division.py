@@ -2,8 +2,8 @@
 
 The ranks of a host know each other's plans. A plan may have a million rows, so hosts exchange
 digests of their needs instead. If two hosts need the same bytes for the same members, their digests
-are equal, and each host already knows the rows behind them. If digests are equal by chance, only
-time is lost: a rank refuses a request for bytes that it does not read.
+are equal, and each host already knows the rows that a digest covers. If digests are equal by
+chance, only time is lost: a rank refuses a request for bytes that it does not read.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class OwnPlan:
     def divide(self, needs: HostNeeds, me: int, relayed: Mapping[int, Relayed]) -> Division:
         """Return the reads of member `me`, given the needs of all members.
 
-        Each member computes its own reads without communication, and they fit together.
-        Overlapping ranges of one frame become one read. The member that `relayed` names reads
-        them; if it names none, the member with the fewest bytes so far.
+        Each member computes only its own reads, without communication, and the reads of all members
+        fit together. Overlapping ranges of one frame become one read. The member that `relayed`
+        names does that read; if `relayed` names none, the member with the fewest bytes so far does.
 
         Args:
             needs: The needs of all members, including this one.
@@ -212,7 +212,8 @@ class HostNeeds:
         frame = np.zeros(len(rows), np.int64)
         if len(rows):
             frame[1:] = np.cumsum((rows[1:, :3] != rows[:-1, :3]).any(axis=1))
-        # A range starts a new component if all ranges before it in its frame end before it.
+        # A range starts a new component if all earlier ranges of its frame end at or before its
+        # start.
         far = int(rows[:, 4].max(initial=0)) + 1
         reach = np.maximum.accumulate(rows[:, 4] + frame * far)
         begins = np.ones(len(rows), bool)
@@ -361,8 +362,8 @@ def relayed(
 ) -> dict[int, Relayed]:
     """Return the route of each component that several hosts need.
 
-    All hosts that need a component choose the same route without communication. The host with the
-    fewest bytes so far reads the component; one of the members that need it does so. The member
+    All hosts that need a component choose the same route without communication. The same members
+    need it on each of these hosts, and the one with the fewest bytes so far reads it. The member
     with the same index on each other host receives it.
 
     Args:

@@ -93,11 +93,13 @@ class RootsOfJob:
         self._joined = True
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop serving this host's roots, once all other ranks close too or the timeout is over.
+        """Wait until all other ranks close too, or the timeout is over; then stop serving roots.
+
+        A rank that serves no root does not wait.
 
         Args:
             error: The failure that makes this rank close. With a failure, it does not wait for the
-                other ranks.
+                other ranks either.
         """
         group = self._group
         if group is None:
@@ -226,7 +228,8 @@ class RootsOfJob:
             if missing[0] not in found and deadline.is_over():
                 cause = f"has not reported its root for {group.timeout_s:g} s"
                 msg = (
-                    f"rank {missing[0]} {cause}: with `hosts`, all ranks must use the checkpointer"
+                    f"rank {missing[0]} {cause}: with the backend `hosts`, all ranks must use the "
+                    "checkpointer"
                 )
                 raise RankError(msg, missing[0], cause=cause)
             time.sleep(0 if len(found) == len(ranks) else pause_s)
@@ -253,17 +256,17 @@ def _epoch(root: Backend) -> int:
         record = read_host(root)
     except FormatError as error:
         msg = (
-            f"{error}. Without it, nobody knows whether this host missed a job, so nothing was "
-            "changed. To continue without this host's checkpoints, move its root away"
+            f"{error}. Without this record, it is not known whether this host missed a job, so "
+            "nothing was changed. To continue without this host's checkpoints, move its root away"
         )
         raise FormatError(msg, error.damaged) from error
     return 0 if record is None else record.epoch
 
 
 def _identity(host: str, url: str) -> str:
-    """Return an identifier of a root, which includes the mount namespace.
+    """Return an identifier of a root.
 
-    Containers on one host may see different files under one path.
+    It includes the mount namespace: containers on one host may see different files under one path.
     """
     try:
         files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
@@ -273,7 +276,7 @@ def _identity(host: str, url: str) -> str:
 
 
 def _clients(secret: bytes, server: int, place: RankPlace) -> Iterator[tuple[int, Credentials]]:
-    """Yield client numbers that no other rank uses."""
+    """Yield client numbers that no other rank uses, with their credentials."""
     for number in itertools.count(place.rank, place.world_size):
         yield number, Credentials.of(secret, server, number)
 

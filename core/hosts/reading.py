@@ -142,7 +142,7 @@ class JobReading:
             division = own.divide(needs, me, {} if ways is None else ways.relayed)
             try:
                 found = SharedReading(self._session, division, met, ways, me)
-            except OSError as error:  # out of descriptors; the others see its sockets closed
+            except OSError as error:  # out of descriptors; the others see closed sockets
                 census.part(here, said(error))
                 return None
             opened.pop_all()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_MOST_ASLEEP = 1 / 4  # share of the patience: the longest stop of this process between two checks
+# Share of the patience. If this process stops for longer between two checks, it gives up no rank.
+_MOST_ASLEEP = 1 / 4
 
 
 class RelayedBytes(NamedTuple):
@@ -141,7 +142,7 @@ class Relay:
         patience_s: float,
         ended: Callable[[], bool],
     ) -> None:
-        """Connect to all ranks that read for this rank, and serve the bytes that it will offer.
+        """Connect to all ranks that read for this rank; serve the bytes that this rank will offer.
 
         Connects to all ranks at the same time, so that unreachable ranks cost only one wait.
 
@@ -209,7 +210,7 @@ class Relay:
             self._changed.notify_all()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`; meanwhile give up ranks that show no activity for too long."""
+        """Wait until `is_done()`; meanwhile give up ranks that show no activity for too long."""
         pause_s = min(self._timing.poll_s, self._patience_s * _MOST_ASLEEP)
         clock = self._timing.clock
         while True:
@@ -372,7 +373,7 @@ class RelayedStore(DelegatingBackend):
         """The number of bytes that came from other ranks instead of the store."""
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read as the contract requires. Done once all recipients of the bytes have them too."""
+        """See `Backend.submit_read`. The future ends once all recipients have their bytes, too."""
         fetched: list[tuple[ReadRequest, int, Future[None]]] = []
         stored: list[ReadRequest] = []
         offered: list[tuple[ReadRequest, RelayedBytes]] = []
@@ -475,7 +476,7 @@ class _StoreAgain(DelegatingBackend):
         self._relayed = relayed
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
-        """Read bytes from the store that another rank had passed on.
+        """Read from the store the bytes that another rank has passed on.
 
         Raises:
             StorageError: The bytes came from the store in the first place.

@@ -105,7 +105,8 @@ class RootServer:
 class RemoteRoot(Backend):
     """The root of another host. Connects when a call needs it, and cannot create blobs.
 
-    After the connection fails, calls fail at once for `patience_s`; the next call connects again.
+    After the connection fails, calls fail at once for `patience_s`. The first call after that
+    connects again.
     """
 
     name: ClassVar[str] = "remote"
@@ -127,14 +128,14 @@ class RemoteRoot(Backend):
             clients: Client numbers with their credentials. Each connection takes the next number,
                 because the server accepts a number only once: an overheard token is useless.
             patience_s: The longest wait for a connection, and for more bytes.
-            timing: The clock.
+            timing: Supplies the clock.
         """
         self._host = host
         self._address = address
         self._clients = clients
         self._patience_s = patience_s
         self._timing = timing
-        self._lock = threading.Lock()  # held during a call; guards all below
+        self._lock = threading.Lock()  # held during a call; guards the attributes below
         self._client: BlobClient | None = None
         self._failure = ""
         self._pause = Deadline(0.0, timing.clock)

@@ -109,7 +109,7 @@ class EntryBackend(Backend):
         """Return the offset in the payload at which these bytes of a file begin."""
         at, size = self._place(name)
         if offset < 0 or offset + length > size:
-            msg = f"{name} in {self.url}/{self._entry.segment} has {size} bytes"
+            msg = f"{name} in {self.url}/{self._entry.segment} has only {size} bytes"
             raise BlobTruncatedError(msg)
         return at + offset
 

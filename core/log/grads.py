@@ -53,8 +53,8 @@ def copy_grads(
 ) -> GradCopies:
     """Copy gradients, on the thread and the stream that may change them later.
 
-    Another thread could read a gradient during a change: torch raises the version of a tensor only
-    after it, and never for a change through `Tensor.data`.
+    Another thread could read a gradient while it changes, and not notice: torch raises the version
+    of a tensor only after the change, and never for a change through `Tensor.data`.
 
     Args:
         groups: The gradients of each group's parameters; None: no gradient.
@@ -63,7 +63,7 @@ def copy_grads(
             faulting in new pages takes as long as the copy.
 
     Raises:
-        NotLoggedError: A gradient is sparse, or they are on several devices.
+        NotLoggedError: A gradient is sparse, or the gradients are on several devices.
     """
     import torch  # noqa: PLC0415 - torch is loaded only to log
 

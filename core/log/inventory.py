@@ -35,8 +35,8 @@ class LogInfo:
         ranks: The number of ranks that logged.
         segments: The number of segments of all ranks.
         bytes_stored: The size of these segments.
-        optimizers: The engine of the first logged step, by the path of the optimizer: the versions
-            and devices that decide the bits of a step.
+        optimizers: The engine of each optimizer that stepped in rank 0's first entry, by path: the
+            versions and devices that decide the bits of a step.
         is_cut: Whether a segment does not end with a whole entry: a process is writing the entry,
             was killed while it wrote the entry, or the entry is damaged.
     """
@@ -121,7 +121,7 @@ def noting(backend: Backend, catalog: Catalog, step: int | str | None) -> Iterat
         if base is not None:
             error.add_note(
                 f"Step {step} is logged: restore(state, {step}) replays it. To read it without "
-                f"a template, save it after that; step {base} is saved."
+                f"a template, save it after that restore, or read the saved step {base} instead."
             )
         raise
 

@@ -85,8 +85,9 @@ def begin_proof(
     Args:
         optimizer: The optimizer.
         replayer: The replayer of the optimizer.
-        attributes: The optimizer's attributes at the start of the run, as a replay has them: an
-            optimizer that counts its own steps in an attribute starts again after a restart.
+        attributes: The optimizer's attributes at the start of the run. A replay begins with the
+            same: an optimizer that counts its steps in an attribute counts from the start again
+            after a restart.
 
     Returns:
         The proof; None if all parameters step only together and are too large to copy.

@@ -123,7 +123,10 @@ class Recorder:
         *,
         room: TierRoom | None = None,
     ) -> None:
-        """Prepare; nothing is watched before `begin`. See `RunLog` for `room`."""
+        """Prepare; nothing is watched before a save or a restore begins the log.
+
+        See `RunLog` for `room`.
+        """
         self._backend = backend
         self._room = room
         self._config = config
@@ -139,11 +142,11 @@ class Recorder:
         self._keys: frozenset[str] = frozenset()  # of the saved or restored state
         self._cuts: dict[object, Cut] = {}
         self._busy = self._interrupted = False  # see `_alone`
-        # Memory, version and sample with which the log or the base has each parameter that no
-        # optimizer changes. The source keeps the memory alive, so that no other tensor gets its
-        # address.
+        # For each parameter that no optimizer changes: the memory, version and sample that it had
+        # when the log or the base stored it. The source keeps the memory alive, so that no other
+        # tensor gets its address.
         self._stored: dict[ObjectPath, tuple[object, ByteSource]] = {}
-        # Version, sample and storage, by address.
+        # Version, sample and storage of each such parameter when the log began, by address.
         self._at_base: dict[int, tuple[int, int, object]] = {}
         self._rounded = self._warned = ""  # why no log follows the last save; the warned reason
         self.place: tuple[int, int] = 0, 1
@@ -344,7 +347,7 @@ class Recorder:
         return self._config.log_sync or (1 if local else _SYNC_REMOTE)
 
     def make_room(self, entry_bytes: int) -> None:
-        """Make room for the entries of all ranks, if there are tiers."""
+        """On rank 0, make room for the entries of all ranks, if there are tiers."""
         rank, world_size = self.place
         if self._room is not None and rank == 0:
             self._room.make_room_for_log(entry_bytes * world_size)
@@ -443,7 +446,7 @@ class Recorder:
         inside = claimed | {memory.storage for memory in memories if memory is not None}
         for optimizer in strangers:
             if not inside.isdisjoint(storages_of([optimizer])):
-                msg = f"{type(optimizer).__name__}, which is not in the state, changed it"
+                msg = f"{type(optimizer).__name__}, which is not in the state, changed its memory"
                 raise NotLoggedError(msg)
         rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}
@@ -581,9 +584,9 @@ def _paths_of(state: Mapping[str, Any], registry: Registry, provider: str) -> di
 
 
 def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without its optimizers and without modules that have only parameters.
+    """Return the state without its optimizers, and without modules that they change entirely.
 
-    Describing them would take most of the time, and an entry contains nothing of them.
+    Describing these would take most of the time, and an entry contains nothing of them.
     """
     own = {*map(id, optimizers.values())}
     stepped = {id(p) for optimizer in optimizers.values() for p in parameters_of(optimizer)}
@@ -626,7 +629,6 @@ class _Writing:
                 self._answers.get(timeout=_LOOK_AGAIN_S)
 
     def close(self) -> None:
-        """End the thread."""
         self._queue.put(None)
         self._thread.join()
 

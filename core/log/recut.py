@@ -131,7 +131,7 @@ def _assemble(
                 out[here] = piece.elements[_slices(relative(common, piece.region))]
                 missing[here] = False
         if missing.any():
-            msg = f"no rank has logged a part of a gradient of shape {shape}"
+            msg = f"a part of a gradient of shape {shape} is in no rank's log"
             raise NotLoggedError(msg)
         parts.append(out.reshape(-1))
     return dtype, _joined(parts) if parts else elements.new_empty(0)

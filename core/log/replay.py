@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _OPTIONS = "param_groups", "0", "lr"
-"""A path below an optimizer that represents its options: all are restored if it is selected."""
+"""A path below an optimizer. If it is selected, all options of the optimizer are restored."""
 
 
 _AHEAD = 2  # steps whose entries are read ahead: decoding takes longer than most steps
@@ -67,7 +67,8 @@ class _DamagedEntryError(NotLoggedError):
 class _ReplayedEntry(NamedTuple):
     """The parts of an entry that a replay needs.
 
-    `tree` has the steps and options, `parameters` the paths of the parameters that it stores.
+    `tree` has the steps and options. `parameters` has the paths of the parameters that the entry
+    stores.
     """
 
     tree: Mapping[str, Any]
@@ -242,8 +243,9 @@ class LogReplay:
         logged = with_groups(optimizer, groups, vars(optimizer))
         if any(e != engines[0] for e in engines) or replayer.unit(logged) is not Unit.ELEMENT:
             msg = (
-                f"the ranks have other parts of the parameters than those that logged, and a step "
-                f"of {type(optimizer).__name__} depends on the parts (fused=True does)"
+                "the ranks hold other shards of the parameters than the ranks that wrote the log, "
+                f"and a step of {type(optimizer).__name__} can be repeated only on the same shards "
+                "(as with fused=True)"
             )
             raise NotLoggedError(msg)
         parameters = [group["params"] for group in optimizer.param_groups]
@@ -288,7 +290,7 @@ class LogReplay:
         entries: Sequence[tuple[StoredEntry, Collection[ObjectPath]]],
         selection: Selection,
     ) -> None:
-        """Restore the objects that no optimizer changes, each from the last entry with it."""
+        """Restore objects that no optimizer changes, each from the last entry that stores it."""
         restored: set[ObjectPath] = set()
         for number, (entry, parameters) in enumerate(reversed(entries)):
             if number and restored.issuperset(parameters):
@@ -325,7 +327,7 @@ class LogReplay:
         """Read an entry, compare it with its checksum, and open it.
 
         Raises:
-            NotLoggedError: It is damaged.
+            NotLoggedError: The entry is damaged.
         """
         payload = memory.take(entry.header.payload_bytes, which)
         if not entry.is_whole(self.backend, payload):

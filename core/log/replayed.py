@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 CUT = "cut"
-"""The key, in an engine, of the digest of the parts of parameters that a rank holds."""
+"""The key in an engine whose value is the digest of the parts of parameters that a rank holds."""
 
 
 def stored_step(step: LoggedStep, path: str) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class RunLog:
     def forget(self, step: int) -> None:
         """Delete the log of the checkpoint of `step` after a rewind to that checkpoint."""
         if self.may_log():
-            with contextlib.suppress(DamagedError):  # no restore replays a log if this is damaged
+            # If the record is damaged, no restore can replay its log.
+            with contextlib.suppress(DamagedError):
                 self.recorder.forget(self._catalog.record(step).uid)
 
     def verified(self, checkpoint: Checkpoint, report: VerifyReport) -> VerifyReport:
@@ -309,9 +310,10 @@ class RunLog:
     ) -> tuple[Mapping[int, Sequence[StoredEntry]] | PenstockError, int]:
         """Find the entries that this rank replays.
 
-        A rank replays its own entries if it holds the same parts of the parameters as when they
-        were logged; otherwise those of all ranks. If ranks restore together, each entry's bytes are
-        compared here.
+        If every rank holds whole parameters, a rank replays its own entries, or rank 0's if fewer
+        ranks have logged. If parameters are divided among ranks, a rank replays its own entries if
+        it holds the same parts as when they were logged, and otherwise those of all ranks. If ranks
+        restore together, each entry's bytes are compared with its checksum here.
 
         Returns:
             The entries by the rank that logged them, or an error: the caller raises it only in the

@@ -68,7 +68,7 @@ class StoredEntry:
 
         Args:
             backend: The store.
-            into: The memory for the whole payload; None: each piece gets memory of its own.
+            into: The memory for the whole payload; None: each piece gets its own memory.
         """
         begin = start = self.offset + HEADER_BYTES
         left, limit = self.header.payload_bytes, PIECE_BYTES - HEADER_BYTES
@@ -201,8 +201,8 @@ def common_sessions(of_ranks: Sequence[Sequence[Session]]) -> list[Session]:
     """Return the sessions that all ranks have, each up to the last step that all ranks have.
 
     Entries with equal steps are not enough. A rank may still have entries that the others lost. If
-    the ranks then continue from an earlier step, its old entries must not pass for the new entries
-    of the same steps.
+    the ranks then continue from an earlier step, that rank's old entries must not pass for the new
+    entries of the same steps.
     """
     common = []
     for session in of_ranks[0]:
@@ -227,7 +227,7 @@ def logs_of(backend: Backend, base: str) -> list[StoredLog]:
 
 
 def last_step(logs: Sequence[StoredLog]) -> int | None:
-    """Return the last step of a session whose entry is whole in all logs; None if there is none."""
+    """Return the last step of a common session that all logs have whole; None if there is none."""
     sessions = [sessions_of(log.entries_to_latest()) for log in logs]
     common = common_sessions(sessions) if sessions else []
     return max((session.last for session in common), default=None)
@@ -343,8 +343,8 @@ class SegmentWriter:
         The entry is durable only after `close`.
 
         Returns:
-            The size of the stored entry in bytes; 0 if the entry is damaged. The log then ends
-            before it.
+            The size of the stored entry in bytes; 0 if the entry is damaged. If it is, the log ends
+            before this entry.
 
         Raises:
             StorageError: A store failed; call `abort`.
@@ -371,7 +371,7 @@ class SegmentWriter:
             at, header = at + len(header) + len(piece), header[:0]
 
     def abort(self) -> None:
-        """Discard the entries of the open segment, and ignore all further entries."""
+        """Discard the open segment, and ignore all further entries; nothing if none is open."""
         if self._writer is not None:
             self._writer.abort()
             self._writer, self._ended = None, True

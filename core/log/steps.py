@@ -53,7 +53,8 @@ class LoggedStep:
         options: The options of each group, without its parameters.
         grads: The copied gradients; None: not copied yet.
         uncopied: The gradient of each parameter of each group, and the version of each gradient.
-            These are weak references: a run that never logs must not pay with memory or time.
+            The gradients are weak references: a run that never logs must not pay with memory or
+            time.
         digest: The digest of the optimizer's parameters and state after the step; empty: not taken.
         proof: Takes the step again after it is encoded; None: no proof was begun.
     """
@@ -81,8 +82,8 @@ class StepWatch:
         steps: The steps, in order.
         strangers: The optimizers that stepped but were not in the state, by id.
         trouble: Why these steps cannot be logged; empty if they can be.
-        keeps: Whether to copy gradients. False until the first call of `log`, because a run that
-            never logs must not pay with time and memory.
+        keeps: Whether to copy gradients. False until the first call of `log`, or until a restore
+            has replayed a log: a run that never logs must not pay with time and memory.
     """
 
     find: Callable[[Any], Replayer | None]
@@ -137,6 +138,8 @@ class StepWatch:
     def check(self) -> None:
         """Check that no optimizer of the state has changed since its last step.
 
+        Copies the gradients of steps that were noted without a copy.
+
         Raises:
             NotLoggedError: The steps cannot be logged.
         """
@@ -181,7 +184,9 @@ class StepWatch:
         self.steps, self.strangers, self.trouble = [], {}, ""
 
     def before(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
-        """Check that an optimizer has not changed since its last step; begin proofs if due.
+        """Check that an optimizer has not changed since its last step, and prepare to note a step.
+
+        Captures what the step itself may change, and begins a proof if one is due.
 
         Args:
             optimizer: The optimizer.
@@ -194,8 +199,8 @@ class StepWatch:
         if replayer is None:
             return
         self._begun[key] = replayer.capture_before(optimizer)
-        # The optimizers of torch draw nothing. For them a draw by another thread would be blamed on
-        # the step.
+        # torch's own optimizers draw no random numbers. Checking them would only blame the step for
+        # a draw by another thread.
         if not has_closure and not type(optimizer).__module__.startswith("torch.optim."):
             self._random[key] = _random_states(optimizer)
         if self.keeps and self._left[key]:
@@ -204,7 +209,8 @@ class StepWatch:
 
     def compare(self, optimizer: Optimizer) -> None:
         """Check that an optimizer has not changed since its last step."""
-        if self.trouble:  # a run that never logs has trouble, and no cost, from its second step on
+        # In a run that never logs, this is set after its second step, so that nothing is compared.
+        if self.trouble:
             return
         if self.knows(optimizer) and self._after[id(optimizer)][1] != _marks(optimizer):
             kind = type(optimizer).__name__
@@ -411,7 +417,7 @@ def has_only(value: object, parameters: Collection[int]) -> bool:
     if not isinstance(value, torch.nn.Module):
         return False
     plain = torch.nn.Module
-    # Of each module, because `parameters` and `buffers` each walk all modules and build names.
+    # Checks each module: `parameters` and `buffers` would each walk all modules and build names.
     return all(
         all(p is None or id(p) in parameters for p in module._parameters.values())  # noqa: SLF001
         and not any(buffer is not None for buffer in module._buffers.values())  # noqa: SLF001
@@ -470,8 +476,8 @@ def tensors_of(
 
     Args:
         optimizer: The optimizer.
-        ordered: Whether state has the order of its keys; else that of its insertion, which is
-            faster.
+        ordered: Whether to sort state by its keys. Otherwise it keeps the order of insertion, which
+            is faster.
         values: Gets the state that is neither a tensor nor a container.
     """
     state: dict[Any, Any] = optimizer.state

@@ -1,4 +1,4 @@
-"""Copies the log of a checkpoint to a copy of that checkpoint, whose uid may be another.
+"""Copies the log of a checkpoint to a copy of that checkpoint, which may have a different uid.
 
 Tested in `tests/core/cli/test_logs.py`.
 """
@@ -81,7 +81,7 @@ def _copy_rank(
         return done
     if same < len(there) and not overwrite:
         step = there[same].header.step
-        reason = f"{target.url} has a log of its own from step {step} on (--overwrite replaces it)"
+        reason = f"{target.url} has a different log from step {step} on (--overwrite replaces it)"
         return CopiedLog(done.entries, done.bytes_copied, reason)
     previous = there[same - 1].header.digest if same else FIRST
     writer = SegmentWriter(target, copy, first.rank, first.world_size, previous=previous)

@@ -62,7 +62,6 @@ class _Verification:
     not_decoded: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Verify the logs of all ranks."""
         backend, base = self.checkpoint.backend, self.checkpoint.contents.record.uid
         try:
             for log in logs_of(backend, base) or [StoredLog(backend, base, 0)]:

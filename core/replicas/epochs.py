@@ -35,8 +35,8 @@ class EpochProposal:
         epoch: The epoch to write into the root, after everything else.
         members: The hosts that are asked to join.
         records: The commit records that remain.
-        before: The epoch before. Roots of that epoch have these records, and so have roots that
-            have joined.
+        before: The previous epoch. A host that joins copies records only from roots of that epoch,
+            or from roots that have already joined.
     """
 
     epoch: Epoch
@@ -54,9 +54,9 @@ class EpochProposal:
     def resets(self, root: RootListing) -> Epoch:
         """Return the epoch that a host writes into its root before it changes a record.
 
-        A root of an epoch earlier than `before` must leave that epoch: if its host is killed
-        halfway, it has records of two epochs, and must not count with the roots that have only that
-        epoch's. But it must count more than roots of still earlier epochs.
+        A root of an epoch earlier than `before` must leave its epoch first. If its host is killed
+        halfway, the root has records of two epochs, and must not count like the roots that have
+        only records of its old epoch. But it must rank above roots of still earlier epochs.
         """
         return root.epoch if root.epoch == self.before else Epoch(root.epoch.number)
 
@@ -85,8 +85,8 @@ def propose_epoch(
     The epoch's number is at least the time in milliseconds, so that this job wins over an earlier
     job even if it sees none of that job's hosts.
 
-    Only after enough hosts have joined to keep a file safe (`HostGroups.is_safe`), the caller
-    deletes the data of the deleted records, and reports the deletion. Before, the loss of hosts
+    The caller deletes the data of the deleted records, and reports the deletion, only after enough
+    hosts have joined to keep a file safe (`HostGroups.is_safe`). Until then, the loss of hosts
     could bring the records back.
 
     Args:

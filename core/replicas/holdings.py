@@ -40,7 +40,7 @@ class RootListing:
         host: The host.
         epoch: The epoch in the record of the root.
         members: The hosts that were asked to join that epoch.
-        files: The bytes of each sealed file, by name.
+        files: The size of each sealed file in bytes, by name.
     """
 
     host: str

@@ -33,8 +33,9 @@ class HostGroups:
     def is_safe(self, holders: AbstractSet[str]) -> bool:
         """Return whether one group has enough holders of a file.
 
-        Only then does the file survive the loss of any `size` - 1 hosts of every group. As many
-        holders in different groups would not do, because each group could lose its few holders.
+        Only then does the file survive the loss of any `size` - 1 hosts of every group. The same
+        number of holders spread over several groups is not enough, because each group could lose
+        its few holders.
         """
         return len(holders) >= self.size and self._most_holders(holders)[1] >= self.size
 

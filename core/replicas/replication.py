@@ -53,7 +53,7 @@ class Replication:
             self._choose()
 
     def failed(self, key: CheckpointKey) -> None:
-        """Replace a target that a host cannot copy by a newer one; keep it if there is none."""
+        """Replace a target that a host cannot copy with the newest checkpoint, if that is newer."""
         if key == self.target:
             self._choose()
 

@@ -195,7 +195,7 @@ def drains_key() -> str:
 
 
 def drained_key(number: int) -> str:
-    """Return the key of the outcome of copying a round's checkpoint."""
+    """Return the key of rank 0's report on how the copies of a round's checkpoint ended."""
     return f"rounds/{number}/drained"
 
 
@@ -315,15 +315,19 @@ def decode(kind: type[R], data: bytes) -> R:
     types: Mapping[str, str] = _TYPES[kind]
     read = Fields(load_json(data, name), name, ["v", *types])
     if read.value("v") != _VERSION:
-        refuse(name, f"version {read.value('v')!r} of another Penstock; use one version everywhere")
+        refuse(
+            name,
+            f"has version {read.value('v')!r}, from another release of Penstock: use one version "
+            "everywhere",
+        )
     return kind(**{key: _READERS[of](read, name, key) for key, of in types.items()})
 
 
 class Outbox:
     """Keeps the posts of one rank in a round until the job's store has accepted them.
 
-    Holds only the newest post per key. A post that arrives while an older post with its key is
-    being sent is sent as well.
+    Holds only the newest post for each key. A post that arrives while an older post with the same
+    key is being sent is sent after it.
     """
 
     def __init__(self, rank: int, slot: SlotPost) -> None:

@@ -117,7 +117,7 @@ class Answer:
     Attributes:
         now_s: The monotonic clock after the operation.
         value: The values read (a list) or decided (bytes).
-        error: The error that leaves the outcome unknown.
+        error: The error after which the outcome is unknown; None if the store has answered.
     """
 
     now_s: float
@@ -186,7 +186,7 @@ class _Pace:
             self.looks.look(min(self._called_s, now_s))
 
     def answered(self, answer: Answer, *, hears: bool = True) -> Answer:
-        """Record an answer of the store; with `hears`, an answer without an error shows life."""
+        """Record an answer. With `hears`, an answer without an error shows that the store works."""
         self.now_s = answer.now_s
         self.looks.look(self.now_s)
         self.failed |= answer.error is not None
@@ -232,8 +232,9 @@ class Round:
             commit: The table of this rank's save, which the round feeds; None for a restore.
             expects: Returns why this rank cannot accept rank 0's terms; empty if it can.
             called_s: When this rank was called to save or restore, on the monotonic clock; None:
-                now. The wait for late ranks starts then. This rank's own work since then, such as
-                the cleanup after the previous save, counts for at most a quarter of the timeout.
+                when `operations` begins. The wait for late ranks starts then. This rank's own work
+                since then, such as the cleanup after the previous save, counts for at most a
+                quarter of the timeout.
             timing: How often this rank polls; None: the default.
         """
         self.place = place
@@ -334,7 +335,7 @@ class Round:
                 pace.now_s = (yield Rest(pace.look_s)).now_s
                 continue
             before = self.phase
-            if not pace.is_silent:  # a call that hangs takes long
+            if not pace.is_silent:  # else a further call may hang for long, too
                 yield from self._ask() if before in _ASKING else self._look()
             if pace.is_silent and (self.phase, Happening.REGISTER_LOST) in self._table:
                 self._happen(Happening.REGISTER_LOST)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from penstock.core.rounds.round import RankPlace
 
-# Short: a cause is cut at 300 bytes.
+# These two texts are short, because a cause is cut at 300 bytes.
 ONE_ORDER = (
     "all ranks must make the same calls of save, restore and load, in one order over all "
     "checkpointers"
@@ -28,8 +28,8 @@ ONE_RANK = "inside `if rank == 0:` use a checkpointer with ranks='alone'"
 # hangs at most 1.25 timeouts after it did.
 BEATS = 8
 LOOKS = 16
-# Between two polls at most a quarter of the timeout counts. A call to a store that hangs takes less
-# than that, so all its time counts.
+# At most a quarter of the timeout counts between two polls. A call to a store that hangs takes less
+# than that, so it counts in full.
 MOST_COUNTED = 1 / 4
 
 
@@ -118,9 +118,9 @@ class OtherRanks(Standstill):
 
     @property
     def still(self) -> set[int]:
-        """Unsealed ranks that have made no progress for half of the timeout; only on rank 0.
+        """The unsealed ranks without progress for half of the timeout; only on rank 0.
 
-        The verdict names only one rank, even if a host died with several.
+        Lists all of them: the verdict names only one rank, even if several died with their host.
         """
         return {r for r in self.pending if self.is_over(r, share=1 / 2)}
 

@@ -60,7 +60,7 @@ class Horizon:
         """Return the next promise of rank 0, which is at `step`.
 
         The longer the last save is ago, the further the promise reaches. So few promises are
-        needed, and they delay a due save by at most a quarter of the interval.
+        needed, and they delay a due save by at most two steps and a quarter of the interval.
 
         Args:
             step: The step of rank 0.

@@ -47,9 +47,9 @@ def interval_of(measured: Measured, schedule: Schedule) -> SaveInterval:
     With `every="auto"` the interval is at least as long as a save takes, as in CheckFreq (FAST'21),
     and long enough to keep within `overhead`. If the mean time between failures is known and
     Young's interval (1974), `sqrt(2 * blocked * mtbf)`, is longer, the result is Young's interval.
-    With a log, a failure costs the replay of steps instead of the steps, so Young's interval is
-    longer. Then it is cut so that the replay of one interval takes at most `max_replay_s`, by
-    default the time of a restore, but never below the two lower bounds.
+    With a log, a failure costs only the replay of the lost steps, so Young's interval is longer.
+    The replay of one interval must then take at most `max_replay_s`, by default the time of a
+    restore: a longer interval is shortened, but never below the two lower bounds.
     """
     step_s = max(measured.step_s, _LEAST_STEP_S)
     if isinstance(schedule.every, int):

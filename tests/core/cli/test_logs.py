@@ -300,7 +300,7 @@ def test_copy_replaces_no_log_that_a_run_at_the_target_has_continued(call, logge
     kept = restored(target)
     path.write_bytes(whole)
     done = call("copy", logged, target)
-    assert "has a log of its own from step 8 on (--overwrite replaces it)" in done.out
+    assert "has a different log from step 8 on (--overwrite replaces it)" in done.out
     assert restored(target) == kept
 
 

@@ -73,7 +73,7 @@ def test_previous_header_is_bound():
         (b'[["a"]]', "not a list of names"),
         (b'[["a",-1]]', "wrong length"),
         (b'[["a",1],["a",1]]', "twice"),
-        (b'[["a",1]]', "its files have"),
+        (b'[["a",1]]', "directory and files have"),
         (b"[[", "not JSON"),
     ],
 )

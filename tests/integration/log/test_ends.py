@@ -112,7 +112,7 @@ def test_optimizer_that_is_not_in_the_state_ends_the_log(tmp_path, caplog):
         weight.grad = torch.ones(3)
         optimizer.step()
         assert not ckpt.log({"weight": weight}, 2)
-    assert "SGD, which is not in the state, changed it" in caplog.text
+    assert "SGD, which is not in the state, changed its memory" in caplog.text
 
 
 def test_another_group_of_parameters_ends_the_log(tmp_path, caplog):
