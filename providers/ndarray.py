@@ -162,7 +162,7 @@ class NdarrayProvider(StateProvider):
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """Return `float32` if numpy knows the dtype by that name, else `dtype.str` (`>f4`, `<U5`)."""
+    """Return a name such as `float32` if numpy finds the dtype by it, else its `str` (`>f4`)."""
     try:
         return dtype.name if np.dtype(dtype.name) == dtype else dtype.str
     except TypeError:
@@ -217,7 +217,8 @@ def _target(array: np.ndarray[Any, Any], path: ObjectPath) -> Target:
 def _empty(stored: Any) -> np.ndarray[Any, Any]:
     shown = show_path(stored.path)
     msg = (
-        f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks: upgrade it"
+        f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks: upgrade "
+        "numpy"
     )
     try:
         dtype = np.dtype(stored.spec.dtype)

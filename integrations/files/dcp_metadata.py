@@ -69,8 +69,8 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It names classes that are not DCP's, or transformed files; the error
-            names them.
+        UnsupportedStateError: The metadata names classes that are not DCP's, or transformed files;
+            the error names them. Or each rank has its own metadata.
     """
     path = folder / ".metadata"
     if not any(folder.glob("*.metadata")):
@@ -239,9 +239,9 @@ class _MetadataReader:
             transforms = info.get("transform_descriptors")
             if transforms:
                 msg = (
-                    f"{self._path}: {name!r} was transformed by {reprlib.repr(transforms)} when it "
-                    "was saved, which Penstock does not undo: load it with "
-                    "torch.distributed.checkpoint, and save it again without that"
+                    f"{self._path}: {name!r} was saved with the transforms "
+                    f"{reprlib.repr(transforms)}, which Penstock does not undo: load it with "
+                    "torch.distributed.checkpoint, and save it again without transforms"
                 )
                 raise UnsupportedStateError(msg)
             file = PurePosixPath(self._typed(info.get("relative_path"), str))

@@ -59,7 +59,7 @@ class Held:
 
     @property
     def kind(self) -> str:
-        """The class of the optimizer that has the state, for messages."""
+        """The name of the class of the optimizer that has the state."""
         kind = type(self.local)
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -92,7 +92,7 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
     """Return this rank's part of an optimizer.
 
     With a `ZeroRedundancyOptimizer`, each rank's inner optimizer holds the state of its partition.
-    That state is not consolidated, which would gather all of it on one rank.
+    This function does not call `consolidate_state_dict`, which gathers all state on one rank.
 
     Raises:
         UnsupportedStateError: A `ZeroRedundancyOptimizer` has `overlap_with_ddp=True`, or the

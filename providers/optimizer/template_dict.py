@@ -78,6 +78,7 @@ class TemplateDict:
         names: The name or number of each parameter, by group.
         groups: The options of each group.
         state: The state of each parameter: the dict's own objects, unless it is flattened.
+        is_flat: Whether the dict is flattened.
     """
 
     def __init__(
