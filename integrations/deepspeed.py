@@ -294,7 +294,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         with Checkpointer(place.run, **self._reading) as ckpt:
             checkpoint = ckpt.open(place.step)
             if checkpoint.info.metadata.get(_TAG) != place.tag:
-                msg = f"step {place.step} of {place.run} is no longer the checkpoint of {file}"
+                msg = f"step {place.step} of {place.run} no longer holds the checkpoint of {file}"
                 raise CheckpointNotFoundError(msg)
             state = _with_optimizer(checkpoint[file.name], _live)
         self._last = place

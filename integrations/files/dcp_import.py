@@ -39,7 +39,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             if type(inner) is not dict:
                 break
         if type(inner) is not dict or path[-1] in inner:
-            msg = f"{folder}: {name!r} conflicts with another object"
+            msg = f"{folder}: the path of {name!r} conflicts with that of another object"
             raise FormatError(msg, [name])
         if isinstance(entry, StoredTensor):
             inner[path[-1]] = Streamed(entry.dtype, entry.shape, ChunkReader(entry).read)

@@ -282,7 +282,7 @@ class _MetadataReader:
             return
         chunks, shape = tensor.chunks, tensor.shape
         if not all(_lies_within(chunk, shape) for chunk in chunks):
-            self._refuse(f"has a chunk of {tensor.name!r} that does not lie in it")
+            self._refuse(f"has a chunk of {tensor.name!r} that extends beyond the tensor")
         bounds = [
             sorted({0, whole, *(edge for chunk in chunks for edge in chunk.bounds(d))})
             for d, whole in enumerate(shape)
@@ -305,7 +305,7 @@ class _MetadataReader:
     def _numbers(self, value: object) -> tuple[int, ...]:
         numbers = self._typed(value, tuple)
         if not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse("has other values where non-negative integers belong")
+            self._refuse("has something else where non-negative integers belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:

@@ -210,7 +210,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the state that orders the samples.
 
-        If a complete epoch was restored, first end that epoch as training would have ended it.
+        If a complete epoch was restored, first repeat what training did at the end of that epoch.
         """
         del pl_module
         loop = trainer.fit_loop

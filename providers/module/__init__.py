@@ -1,7 +1,7 @@
 """The provider of `torch.nn.Module`: parameters, buffers and extra state, without wrapper names.
 
-It restores them in place and runs the module's load hooks. `penstock.providers.tensor` handles
-tensor bytes, and `penstock.providers.wrappers` finds wrappers.
+The provider restores tensors in place and runs the module's load hooks.
+`penstock.providers.tensor` handles tensor bytes, and `penstock.providers.wrappers` finds wrappers.
 """
 
 from __future__ import annotations

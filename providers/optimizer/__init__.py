@@ -224,7 +224,7 @@ def _state_paths(
 def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
     sizes = [len(group["params"]) for group in held.groups]
     if sum(sizes) > MAX_PARAMETERS:
-        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters"
+        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters: use several optimizers"
         raise UnsupportedStateError(msg)
     return sizes
 

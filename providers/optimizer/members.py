@@ -169,7 +169,8 @@ def members(
     Args:
         groups: The param groups.
         names_of: Returns the names that modules of the tree give to a tensor.
-        recall: Returns the names that the last save made from an equal basis, or makes them.
+        recall: Returns the names that the last save made if its basis was equal, or else calls the
+            function to make them.
     """
     parameters: dict[int, torch.Tensor] = {}
     places: list[tuple[int, int, tuple[str, ...]]] = []
@@ -307,7 +308,8 @@ class Matcher:
         self._result.notes["matched_by"] = "order"
         shown = show_path(self._path)
         warnings.warn(
-            f"{shown} is stored as a state dict by numbers, so parameters are matched by order"
+            f"{shown} is stored as a state dict with numbers instead of names, so parameters are "
+            "matched by order"
             if numbered
             else f"{shown}: the parameters of this optimizer have no names, so they are matched "
             "by order; put the module that has them into the state tree, or the tensors "

@@ -1,7 +1,8 @@
-"""The restore of optimizer state: by name, all or nothing per parameter, in the stored dtype.
+"""The restore of optimizer state: by name, and all or nothing per parameter.
 
 State is set directly, because torch's `load_state_dict` would cast it to the dtype of its
-parameter. The optimizer's load hooks run afterwards, as `load_state_dict` would run them.
+parameter. It has the stored dtype, or with `restore(cast=True)` that of the live state. The
+optimizer's load hooks run afterwards, as `load_state_dict` would run them.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ class Placer:
         self._finishes.append(assign)
 
     def _check_needed(self, member: Member, node: Node, keys: Sequence[str]) -> None:
-        """Report state that a live, unrestored option needs and the checkpoint lacks."""
+        """Report state that the checkpoint lacks, if an option that is not restored needs it."""
         restored = self._context.children((*self._groups, str(member.group)))
         options = self._held.groups[member.group]
         for classes, option, key in _NEEDED:

@@ -355,7 +355,8 @@ def _flattened(
 ) -> _Layout:
     """Return the layout of a dict with keys such as `state.<name>.exp_avg`.
 
-    The dict repeats a group's options for each parameter. The groups are the live optimizer's.
+    The dict repeats a group's options for each parameter. It does not list the groups, so the
+    layout has those of the live optimizer.
     """
     keys, own = split_keys(top)
     options = {name: {key: top[full] for key, full in each.items()} for name, each in own.items()}

@@ -123,8 +123,8 @@ class TemplateDict:
             placement.problems += self._unproved(node, stored)
             placement.notes["matched_by"] = "order"
             warnings.warn(
-                f"{show_path(node.path)} is a state dict by numbers in the template, so parameters "
-                "are matched by order",
+                f"{show_path(node.path)} is a state dict with numbers instead of names in the "
+                "template, so parameters are matched by order",
                 stacklevel=2,
             )
         return placement

@@ -166,7 +166,8 @@ def note_fully_shard(module: torch.nn.Module) -> None:
 def last_cut_of(tensor: DTensor) -> int | None:
     """Return the mesh dimension over which `fully_shard` shards `tensor`; None if not known.
 
-    It is known for the parameters that `note_fully_shard` recorded, and in `cut_like`.
+    It is known for parameters that `note_fully_shard` recorded, and within `cut_like` for their
+    state.
     """
     parameter = _like.get().get(id(tensor), tensor)
     record = _of_fully_shard.get(id(parameter))
@@ -181,7 +182,7 @@ def last_cut_of(tensor: DTensor) -> int | None:
 
 @contextmanager
 def cut_like(pairs: Iterable[tuple[DTensor, DTensor]]) -> Iterator[None]:
-    """Within this context, make `last_cut_of` answer for the second of a pair, given the first."""
+    """In this context, let `last_cut_of` treat the first of each pair as state of the second."""
     token = _like.set({id(tensor): parameter for tensor, parameter in pairs})
     try:
         yield

@@ -159,10 +159,9 @@ def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
     """Return the bytes of a flat tensor (see `TensorLayout`) without a copy.
 
-    The result keeps the tensor's storage alive.
-
-    Does not call `tensor.numpy()`, after which torch refuses to resize the storage. Code that
-    offloads weights or enlarges a buffer would then fail in training.
+    The result keeps the tensor's storage alive. This function does not call `tensor.numpy()`, after
+    which torch refuses to resize the storage: code that offloads weights or enlarges a buffer would
+    then fail in training.
     """
     return np.asarray(_StorageBytes(tensor, nbytes)).data
 

@@ -330,7 +330,9 @@ def _encode_namespace(encoder: _Encoder, value: Any) -> Any:
     kind, members = type(value), vars(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not all(type(key) is str for key in members):
-        encoder.refuse(f"is a {name} with names that are not text, which cannot be stored")
+        encoder.refuse(
+            f"is a {name} with names that are not text, which cannot be stored: save a dict"
+        )
     return {TAG: "namespace", "class": name, "v": _encode_dict(encoder, members)}
 
 

@@ -158,7 +158,7 @@ def test_without_a_template_only_classes_torch_trusts_are_rebuilt(save):
     stored = save({"a": {"b": quantized()}, "x": 1})
     for known in ([], SAFE[1:], SAFE[:-1]):
         with torch.serialization.safe_globals(known):
-            with pytest.raises(UnsupportedStateError, match=r"^a/b consists .*add_safe_globals"):
+            with pytest.raises(UnsupportedStateError, match=r"^a/b is stored as .*add_safe_"):
                 stored.load()
             assert stored.load(exclude="a") == {"x": 1}
     # The advice of the message.

@@ -157,9 +157,7 @@ def test_a_composite_local_tensor_is_refused():
         local = TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
         devices = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(local, devices, [Shard(0)], run_check=False)
-        refused = pytest.raises(
-            (UnsupportedStateError, RankError), match="is a TwoTensor. That consists of several"
-        )
+        refused = pytest.raises((UnsupportedStateError, RankError), match="is a TwoTensor")
         with jobs[0].checkpointer(rank) as ckpt:
             with refused:
                 ckpt.save({"w": tensor}, 1).result(300)
