@@ -187,7 +187,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     """A `CheckpointEngine` of DeepSpeed; `use` installs it.
 
     The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's step count for any
-    other tag. If another tag has that step, it is the next free step.
+    other tag. If that step belongs to another tag, the checkpoint gets the next free step.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return the error that made a chunk fail, which DCP hides in its own error.
+    """Return the error of the failed chunk, which DCP hides in its own error.
 
     DCP fails again when it closes its file after a failed write.
     """
