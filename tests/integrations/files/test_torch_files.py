@@ -240,7 +240,7 @@ def test_ambiguous_numbers_of_parameters_are_refused(tmp_path, refused):
             penstock.import_checkpoint(tmp_path / "x.pt", root, step=2, names_from="state_dict")
     (tmp_path / "n.json").write_text('["a"]')
     for source, match in (
-        ("n.json", "1 names, but the optimizer 2 parameters"), ("nothing", "is not the path of a model")
+        ("n.json", "1 names, but the optimizer has 2"), ("nothing", "is not the path of a model")
     ):  # fmt: skip
         with refused(penstock.PenstockError, match) as root:
             penstock.import_checkpoint(
