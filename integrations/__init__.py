@@ -1,8 +1,8 @@
 """Adapters between Penstock and other tools: trainers, their files, and sinks for events.
 
 An integration imports only the public API of `penstock`, as a user's program does. No other package
-of Penstock imports an integration. Importing an adapter imports its
-trainer. An importer or exporter of files imports another tool only when it is called.
+of Penstock imports an integration. Importing an adapter imports its trainer. An importer or
+exporter of files imports another tool only when it is called.
 """
 
 from __future__ import annotations

@@ -143,11 +143,12 @@ def load_state(
 
 
 class _Position:
-    """The position of a prepared loader, which watches each batch that accelerate fetches.
+    """The position of a prepared loader; it observes each batch that accelerate fetches.
 
     A loader that accelerate prepared draws random numbers when its first batch is fetched, and it
-    fetches one batch ahead. So a restored position needs two random states: the state before the
-    batch ahead, for a dataset that draws, and then the saved state.
+    fetches one batch ahead. So a resume sets two random states. Before the batch that was already
+    fetched at the save, it sets the state from before that fetch, because the dataset may draw.
+    After that batch, it sets the saved state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -303,7 +304,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _remarks(accelerator: Accelerator) -> Iterator[str]:
-    """Yield each setting that prevents an exact resume, and the remedy."""
+    """Yield a remark for each thing that prevents an exact resume, with the remedy if any."""
     for number, loader in enumerate(accelerator._dataloaders):
         sampler = _sampler_of(loader)
         if not hasattr(loader.base_dataloader, "state_dict"):
@@ -318,9 +319,9 @@ def _remarks(accelerator: Accelerator) -> Iterator[str]:
             and not hasattr(sampler, "state_dict")
         ):
             yield (
-                f"data loader {number} shuffles by a {type(sampler).__name__} without a seed for "
-                "each epoch, so a resume in the middle of an epoch gets other samples: pass "
-                "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)"
+                f"data loader {number} shuffles with a {type(sampler).__name__} that has no seed "
+                "for each epoch, so a resume in the middle of an epoch gets different samples: "
+                "pass DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)"
             )
         elif _Position.of(loader).began_early:
             yield (
@@ -330,7 +331,7 @@ def _remarks(accelerator: Accelerator) -> Iterator[str]:
     if accelerator._save_model_state_pre_hook:
         yield "hooks of register_save_state_pre_hook are not called: all of each model is saved"
     if accelerator.gradient_accumulation_steps > 1 and "FSDP" in str(accelerator.distributed_type):
-        yield "gradients of FSDP that are being accumulated are not saved: save after a step"
+        yield "gradients that FSDP is accumulating are not saved: save right after a step"
 
 
 def _random_state() -> tuple[Any, ...]:

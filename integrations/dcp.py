@@ -185,7 +185,7 @@ class Writer(_Storage, StorageWriter):
         ranks: dict[str, Any] = {"group": self._group, "name": f"dcp/{root}/{step}"}
         if self._alone:
             ranks = {"ranks": "alone"}
-        # Opened first: the other ranks then learn at once of a planner error.
+        # Opened before the planner is called: if it raises, the other ranks learn that immediately.
         with Checkpointer(root, **(ranks | self._options)) as ckpt:
             # A save without a step must not be hidden by later steps.
             overwrite = self._overwrite and (step is not None or ckpt.latest() in {None, 0})

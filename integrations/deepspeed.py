@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints in Penstock: one save of all ranks, instead of a file for each object.
 
-DeepSpeed finds its files by name. So each of them has a stub of that name, and `penstock.json`
-beside the stubs names the checkpoint with the contents.
+DeepSpeed looks for its files by name. So this adapter writes a stub under each of these names. The
+file `penstock.json` beside the stubs names the checkpoint that has the contents.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -81,7 +81,9 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
     """
     if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
         name = type(engine.checkpoint_engine).__name__
-        msg = f"the engine has a {name}: call `use` once, and configure no checkpoint writer"
+        msg = (
+            f"the engine already has a {name}: call `use` once, and configure no checkpoint writer"
+        )
         raise ConfigError(msg)
     if engine.use_node_local_storage():
         msg = "with use_node_local_storage no rank sees all files: remove it from the config"
@@ -149,7 +151,7 @@ class _Place:
             return None
         except (ValueError, TypeError) as error:
             msg = (
-                f"{file} is damaged, but not the checkpoint that it names. Replace its contents "
+                f"{file} is damaged; the checkpoint that it named is not. Replace its contents "
                 "with the line that begins with { in a .pt file beside it"
             )
             raise FormatError(msg, [str(file)]) from error
@@ -185,7 +187,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     """A `CheckpointEngine` of DeepSpeed; `use` installs it.
 
     The step of a checkpoint is N for the tag `global_stepN`, and DeepSpeed's step count for any
-    other tag. If another tag has that step, it is the next free step.
+    other tag. If that step belongs to another tag, the checkpoint gets the next free step.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         with Checkpointer(place.run, **self._reading) as ckpt:
             checkpoint = ckpt.open(place.step)
             if checkpoint.info.metadata.get(_TAG) != place.tag:
-                msg = f"step {place.step} of {place.run} is no longer the checkpoint of {file}"
+                msg = f"step {place.step} of {place.run} no longer holds the checkpoint of {file}"
                 raise CheckpointNotFoundError(msg)
             state = _with_optimizer(checkpoint[file.name], _live)
         self._last = place
@@ -329,7 +331,10 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
         return step
 
     def _spare_last(self, ckpt: Checkpointer, run: str) -> None:
-        """Pin the checkpoint of `latest`, as retention runs before DeepSpeed updates that file."""
+        """Pin only the checkpoint that DeepSpeed's file `latest` names.
+
+        Retention runs before DeepSpeed updates that file.
+        """
         last = self._last.step if self._last and self._last.run == run else None
         for step in ckpt.steps():
             with suppress(DamagedError, CheckpointNotFoundError):
@@ -353,7 +358,7 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
             pass
         except PenstockError as error:  # other ranks are waiting
             log.warning(
-                "step %d, replaced in tag %s, is not deleted: %s",
+                "step %d, which tag %s no longer names, could not be deleted: %s",
                 before.step,
                 place.tag,
                 str(error),
@@ -362,9 +367,9 @@ class PenstockEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no
     def _warn(self) -> None:
         if not self._warned and dist.get_rank() == 0:
             log.warning(
-                "DeepSpeed stores neither random state nor the position in the data, and no "
-                "gradients between two steps of the optimizer: for an exact resume, save between "
-                "steps, and give the rest to save_checkpoint(client_state=) (logged once)"
+                "DeepSpeed stores no random state, no position in the data, and no gradients that "
+                "are being accumulated: for an exact resume, save right after a step of the "
+                "optimizer, and pass the rest as save_checkpoint(client_state=) (logged once)"
             )
         self._warned = True
 
@@ -450,7 +455,7 @@ def _with_optimizer(state: dict[str, Any], change: Callable[[Any], Any]) -> dict
 
 
 def _plain(value: Any) -> Any:
-    """Return DeepSpeed's state with its few classes as data, which needs no pickle to read."""
+    """Return DeepSpeed's state with its few classes turned into data that needs no pickle."""
     if type(value) in _CLASSES.values():
         return {_CLASS: type(value).__name__, **vars(value)}
     if isinstance(value, ZeroStageEnum):

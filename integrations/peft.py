@@ -40,7 +40,8 @@ def state_of(model: Any, adapter: str | None = None) -> dict[str, Any]:
     named = get_peft_model_state_dict(
         model, live, adapter or model.active_adapter, save_embedding_layers=False
     )
-    # Prompt learning computes tensors for its files: a restore into them would be lost.
+    # With prompt learning, PEFT computes new tensors for its files. A restore into those would be
+    # lost.
     known = {id(tensor) for tensor in live.values()}
     state = {name: tensor for name, tensor in named.items() if id(tensor) in known}
     held = {id(tensor) for tensor in state.values()}

@@ -42,16 +42,17 @@ __all__ = ["PenstockManager"]
 
 
 class PenstockManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan may be missing
-    """Saves and restores the state of torchtitan's trainer, with its own configuration.
+    """Saves and restores the state of torchtitan's trainer, as torchtitan's configuration says.
 
     A save is lazy: training continues until the next optimizer step while weights and moments are
-    copied. The folder is a run of Penstock. torchtitan's own manager reads its checkpoints there
-    and files of other formats (`initial_load_path`), and writes files (`last_save_in_hf`).
+    copied. The checkpoint folder is a run of Penstock. Where another format is needed, torchtitan's
+    own manager does the work: it reads the checkpoints that it saved in that folder before, reads
+    other files (`initial_load_path`), and writes files of Hugging Face (`last_save_in_hf`).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
-        """All fields of torchtitan's own `Config`, which are honored, and two more.
+        """The fields of torchtitan's own `Config`, all of which are honored, and two more.
 
         `initial_load_path` may also be a run of Penstock, or a step of one: `/runs/gpt/step-100`.
         """

@@ -182,9 +182,9 @@ class PenstockTrainerMixin(Trainer):  # type: ignore[misc]  # transformers may n
             raise ConfigError(msg)
         if self.args.push_to_hub and not (self.penstock_url and self.args.hub_strategy == "end"):
             msg = (
-                "push_to_hub uploads all of output_dir, and during training folders that "
-                "Penstock does not write: set penstock_url to a place outside of output_dir, and "
-                'hub_strategy="end"'
+                "push_to_hub uploads all of output_dir, and during training also checkpoint "
+                "folders, which Penstock does not write: set penstock_url to a place outside of "
+                'output_dir, and hub_strategy="end"'
             )
             raise ConfigError(msg)
 
@@ -396,7 +396,7 @@ def _reasons(trainer: Any) -> list[str]:
         "enable_jit_checkpoint saves in the middle of a step: use penstock.Preemption instead": (
             getattr(args, "enable_jit_checkpoint", False)
         ),
-        "use_seedable_sampler=False draws another order of the data": (
+        "use_seedable_sampler=False draws a different order of the data": (
             not args.accelerator_config.use_seedable_sampler
         ),
         "a dataset without a length is resumed exactly only in its first pass": (

@@ -1,4 +1,4 @@
-"""The provider of `penstock.Grads(model)`, which saves gradients in the middle of accumulation."""
+"""The provider of `penstock.Grads(model)`, which saves gradients that are being accumulated."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ def _place_grad(parameter: torch.Tensor, path: ObjectPath, context: PlaceContext
     shape = tuple(parameter.shape)
     if stored.kind is not Kind.TENSOR or stored.spec.shape != shape:
         there, here = list(stored.spec.shape), list(shape)
-        sentence = f"{show_path(path)} is a gradient of shape {there}, but the parameter has {here}"
+        sentence = (
+            f"{show_path(path)} is a gradient of shape {there}, but the parameter has shape {here}"
+        )
         is_tensor = stored.kind is Kind.TENSOR
         differs = Placement()
         differs.differ(

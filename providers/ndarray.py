@@ -32,7 +32,7 @@ _KINDS = frozenset("biufcmMSUV")
 
 
 class _ArrayMemory:
-    """The memory of an array, row-major."""
+    """The memory of an array, as row-major bytes."""
 
     __slots__ = ("_array", "address", "device", "memory", "nbytes")
 
@@ -57,7 +57,7 @@ class _ArrayMemory:
 
 
 class ArraySource(_ArrayMemory, ByteSource):
-    """The source of an array's bytes, row-major."""
+    """The source of an array's bytes, in row-major order."""
 
     __slots__ = ()
 
@@ -162,7 +162,7 @@ class NdarrayProvider(StateProvider):
 
 
 def dtype_text(dtype: np.dtype[Any]) -> str:
-    """Return `float32` if numpy knows the dtype by that name, else `dtype.str` (`>f4`, `<U5`)."""
+    """Return a name such as `float32` if numpy finds the dtype by it, else its `str` (`>f4`)."""
     try:
         return dtype.name if np.dtype(dtype.name) == dtype else dtype.str
     except TypeError:
@@ -187,7 +187,7 @@ def refuse_unsupported(array: np.ndarray[Any, Any], path: ObjectPath) -> None:
     elif dtype.fields is not None:
         reason = "is a structured array: save a dict of its fields"
     elif np.dtype(dtype_text(dtype)) != dtype:
-        reason = f"is an array of dtype {dtype}, unknown to numpy by name: save `.view('uint8')`"
+        reason = f"is an array of dtype {dtype}, which numpy has no name for: save `.view('uint8')`"
     if reason is not None:
         msg = f"{show_path(path)} {reason}"
         raise UnsupportedStateError(msg)
@@ -217,7 +217,8 @@ def _target(array: np.ndarray[Any, Any], path: ObjectPath) -> Target:
 def _empty(stored: Any) -> np.ndarray[Any, Any]:
     shown = show_path(stored.path)
     msg = (
-        f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks: upgrade it"
+        f"{shown} is stored as an array of {stored.spec.dtype}, which this numpy lacks: upgrade "
+        "numpy"
     )
     try:
         dtype = np.dtype(stored.spec.dtype)

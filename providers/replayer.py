@@ -14,8 +14,8 @@ from penstock.core.abc import Replayer, Unit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_EXACT = 4  # bytes: fused kernels compute with gradients of this size as they store them
-# Unfused, these compute each element from its own gradient and state.
+_EXACT = 4  # bytes: fused kernels do not compute with more bits than gradients of this size have
+# Unless fused, these compute each element from its own gradient and state.
 _ELEMENTWISE = frozenset(
     {
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
@@ -25,24 +25,24 @@ _ELEMENTWISE = frozenset(
 
 
 class TorchReplayer(Replayer):
-    """Replays all optimizers of `torch.optim` but `LBFGS`, whose step calls its closure often."""
+    """Replays the optimizers of `torch.optim`, except `LBFGS`: its step calls a closure often."""
 
     name: ClassVar[str] = "torch"
 
     def handles(self, optimizer: Any, /) -> bool:
-        """Return whether the class is torch's own, since a subclass may do anything."""
+        """Return whether the class is torch's own, but not `LBFGS`; a subclass may do anything."""
         kind = type(optimizer)
         return kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ != "LBFGS"
 
     def obstacle(self, optimizer: Any, /) -> str:
-        """Return why a step cannot be replayed."""
+        """Return why a step cannot be replayed; empty if it can."""
         name = type(optimizer).__name__
         if any(group.get("capturable") for group in optimizer.param_groups):
             return f"{name} is capturable: no hook runs when a CUDA graph replays its step"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if name not in _ELEMENTWISE and any(hasattr(p, "_local_tensor") for p in parameters):
-            # DTensors, whose class takes long to import. A rank whose replay failed would leave the
-            # others in a collective.
+            # These are DTensors, recognized without their class, which takes long to import. If the
+            # replay failed on one rank, the others would wait for it in a collective.
             return f"steps of {name} on shards need the other ranks"
         for group in optimizer.param_groups:
             if group.get("nesterov") and not group.get("fused"):
@@ -55,13 +55,13 @@ class TorchReplayer(Replayer):
                 dtype = str(narrow[0].dtype).removeprefix("torch.")
                 return (
                     f"{name} unscales gradients of {dtype} in its fused step, which computes with "
-                    "more bits than it writes back to them: call scaler.unscale_ before it, or use "
-                    "fused=False"
+                    "more bits than it writes back to them: call scaler.unscale_ before the step, "
+                    "or use fused=False"
                 )
         return ""
 
     def unit(self, optimizer: Any, /) -> Unit:
-        """Return the parameter for fused kernels, whose bits depend on the cut by vector width."""
+        """Return the parameter for fused kernels too: their bits depend on where vectors begin."""
         fused = any(group.get("fused") for group in optimizer.param_groups)
         elementwise = type(optimizer).__name__ in _ELEMENTWISE and not fused
         return Unit.ELEMENT if elementwise else Unit.PARAMETER

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 PRIORITY = 10  # low: a provider that knows the type itself comes first
-REFUSED = 15  # for loaders without both methods: claimed to refuse them with advice
+REFUSED = 15  # for loaders without both methods, which are claimed to refuse them with advice
 FORM = "stateful"
 
 _WHOLE = "state"  # the only child of a state that is not a dict with string keys
@@ -152,10 +152,13 @@ class StatefulProvider(StateProvider):
 def _why_not(count: int, whole: object) -> str:
     if isinstance(whole, int) and count > whole:
         return (
-            "is restored whole, but each rank stored a part, as stages of a pipeline do: put the "
-            "modules themselves into the state"
+            "is restored whole, but each rank stored only a part of it, as pipeline stages do: put "
+            "the modules themselves into the state instead of the object that wraps them"
         )
-    return f"is restored whole or not at all, but only {count} of its {whole} objects are selected"
+    return (
+        f"is restored whole or not at all, but only {count} of its {whole} objects are selected: "
+        "select or exclude all of them"
+    )
 
 
 def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: PlaceContext) -> None:
@@ -177,7 +180,7 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
                 made[here] = new
     if not made:
         return
-    # The plain tensors take no memory: nothing has written to them.
+    # The plain tensors planned so far take no memory, because nothing has been written to them.
     placed.targets = [target for target in placed.targets if target.path not in made]
     for here, tensor in made.items():
         placed.targets += context.place(tensor, here).targets
@@ -189,7 +192,10 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
         state = _with(build(), path, made, above, used)
         if len(used) < len(made):  # else its code would load unwritten memory
             first = next(here for here in made if here not in used)
-            msg = f"{show_path(first)} has a different path in the checkpoint than in the state"
+            msg = (
+                f"{show_path(first)} is not at this path in the state that was rebuilt from the "
+                "checkpoint: its state_dict() must return the same containers as at the save"
+            )
             raise RestoreError(msg)
         return state
 
@@ -278,7 +284,8 @@ def _iterator_that_draws_nothing(loader: Any) -> object:
         and own is getattr(loader.sampler, "generator", None)
         and not loader.num_workers
     ):
-        # torchdata leaves it where the sample order was drawn; the saved iterator then drew a seed.
+        # torchdata leaves the generator as it was right after the sample order was drawn. The saved
+        # iterator had then drawn a seed from it too.
         torch.empty((), dtype=torch.int64).random_(generator=own)
     return made
 

@@ -81,7 +81,7 @@ class Sinks:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """The number of events dropped for each sink, by a full queue or a timeout of `close`."""
+        """The number of dropped events of each sink: its queue was full, or `close` timed out."""
         return tuple(lane.dropped for lane in self._lanes)
 
     @property

@@ -62,7 +62,7 @@ def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """Return the error that made a chunk fail, which DCP hides in its own error.
+    """Return the error of the failed chunk, which DCP hides in its own error.
 
     DCP fails again when it closes its file after a failed write.
     """
@@ -107,8 +107,8 @@ class _StreamPlanner(DefaultSavePlanner):
     def begin_file(self, size_bytes: int) -> None:
         """Map memory for the chunks of a file.
 
-        The C library keeps the memory that it allocates: its heap grew to 80 % of the model in some
-        exports.
+        The C library would keep the memory after its use: in some exports its heap grew to 80 % of
+        the model.
         """
         self._memory = memoryview(mmap.mmap(-1, size_bytes + 1))  # a map of no bytes is an error
 

@@ -28,7 +28,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It names classes that are not DCP's, or its files were transformed.
+        UnsupportedStateError: The metadata names classes that are not DCP's, or the files were
+            transformed.
     """
     tree: dict[str | int, Any] = {}
     for name, path, entry in read_metadata(folder):
@@ -38,7 +39,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             if type(inner) is not dict:
                 break
         if type(inner) is not dict or path[-1] in inner:
-            msg = f"{folder}: {name!r} conflicts with another object"
+            msg = f"{folder}: the path of {name!r} conflicts with that of another object"
             raise FormatError(msg, [name])
         if isinstance(entry, StoredTensor):
             inner[path[-1]] = Streamed(entry.dtype, entry.shape, ChunkReader(entry).read)
@@ -75,7 +76,7 @@ class ChunkReader:
         row_bytes = itemsize * int(np.prod(self._shape[1:], dtype=np.int64))
         first, last = start // row_bytes, -(-(start + out.nbytes) // row_bytes)
         skip = start - first * row_bytes
-        # Whole rows are copied to their place, others through a buffer.
+        # A range of complete rows is filled in place; any other goes through a buffer.
         is_whole = out.nbytes == (last - first) * row_bytes
         flat = np.frombuffer(out if is_whole else bytearray((last - first) * row_bytes), np.uint8)
         rows = flat.reshape(last - first, *self._shape[1:], itemsize)
@@ -105,7 +106,7 @@ class ChunkReader:
             or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.sizes)
             or tensor.layout is not torch.strided
         ):
-            msg = f"{chunk.blob.source.path} does not hold {name!r} as its metadata says"
+            msg = f"{chunk.blob.source.path} does not hold {name!r} as the metadata describes it"
             raise FormatError(msg, [name])
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return data.reshape(*sizes, dtype.itemsize)

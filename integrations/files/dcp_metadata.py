@@ -69,8 +69,8 @@ def read_metadata(folder: Path) -> list[tuple[str, tuple[str | int, ...], Entry]
 
     Raises:
         FormatError: The metadata is damaged, or does not cover a tensor.
-        UnsupportedStateError: It names classes that are not DCP's, or transformed files; the error
-            names them.
+        UnsupportedStateError: The metadata names classes that are not DCP's, or transformed files;
+            the error names them. Or each rank has its own metadata.
     """
     path = folder / ".metadata"
     if not any(folder.glob("*.metadata")):
@@ -239,9 +239,9 @@ class _MetadataReader:
             transforms = info.get("transform_descriptors")
             if transforms:
                 msg = (
-                    f"{self._path}: {name!r} was transformed by {reprlib.repr(transforms)} when it "
-                    "was saved, which Penstock does not undo: load it with "
-                    "torch.distributed.checkpoint, and save it again without that"
+                    f"{self._path}: {name!r} was saved with the transforms "
+                    f"{reprlib.repr(transforms)}, which Penstock does not undo: load it with "
+                    "torch.distributed.checkpoint, and save it again without transforms"
                 )
                 raise UnsupportedStateError(msg)
             file = PurePosixPath(self._typed(info.get("relative_path"), str))
@@ -282,7 +282,7 @@ class _MetadataReader:
             return
         chunks, shape = tensor.chunks, tensor.shape
         if not all(_lies_within(chunk, shape) for chunk in chunks):
-            self._refuse(f"has a chunk of {tensor.name!r} that does not lie in it")
+            self._refuse(f"has a chunk of {tensor.name!r} that extends beyond the tensor")
         bounds = [
             sorted({0, whole, *(edge for chunk in chunks for edge in chunk.bounds(d))})
             for d, whole in enumerate(shape)
@@ -305,7 +305,7 @@ class _MetadataReader:
     def _numbers(self, value: object) -> tuple[int, ...]:
         numbers = self._typed(value, tuple)
         if not all(type(n) is int and n >= 0 for n in numbers):
-            self._refuse("has other values where non-negative integers belong")
+            self._refuse("has something else where non-negative integers belong")
         return tuple(numbers)
 
     def _typed(self, value: object, kind: type[T]) -> T:

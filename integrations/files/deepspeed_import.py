@@ -44,11 +44,11 @@ _MAX_TAG_BYTES = 255
 def read_folder(folder: Path) -> dict[str, Any]:
     """Return the weights, the optimizer's state by parameter name, and the other training state.
 
-    Trained weights are the optimizer's fp32 weights. Weights and optimizer tensors are read during
-    the save, all other state at once.
+    The values of trained weights come from the optimizer's fp32 copies. The data of weights and
+    optimizer tensors is read later, when the result is saved; all else is loaded immediately.
 
     Args:
-        folder: The folder with the files, or its parent, in which the file `latest` names it.
+        folder: The folder with the files, or its parent folder, whose file `latest` names it.
 
     Raises:
         FormatError: A file is missing or damaged, or does not fit the others.
@@ -180,7 +180,7 @@ class _Reader:
 
     def _shape(self, name: object, sizes: object) -> tuple[int, ...]:
         if not isinstance(name, str) or not isinstance(sizes, tuple):
-            self._refuse(f"has a wrong shape of {name!r}")
+            self._refuse(f"has an invalid shape for parameter {name!r}")
         return tuple(map(int, sizes))
 
     def _even_ranges(self, numel: int, at: int) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -196,7 +196,10 @@ class _Reader:
             mapping = mappings[group].get(name) if group < len(mappings) else None
             start, numel = getattr(mapping, "start", 0), getattr(mapping, "numel", 0)
             if not all(type(n) is int and n >= 0 for n in (start, numel)):
-                self._refuse(f"has a wrong range of {name!r}")
+                self._refuse(
+                    f"has an invalid range for parameter {name!r}: its start and length must be "
+                    "integers of at least 0"
+                )
             ranges.append((start, numel))
         return tuple(ranges)
 
@@ -266,7 +269,10 @@ class _Reader:
         if isinstance(first, torch.Tensor) and first.dim():
             return self._joined(parameter, of_ranks, name, self._state_files)
         if any(value != first for value in of_ranks):
-            self._refuse(f"has different {name} of {parameter.name!r} by rank: is it of one step?")
+            self._refuse(
+                f"has a different {name} of {parameter.name!r} on some rank: are all files of the "
+                "same step?"
+            )
         # A tensor for each parameter: each step would count up a shared tensor several times.
         return first.clone() if isinstance(first, torch.Tensor) else first
 

@@ -37,7 +37,7 @@ def suffix_of(folder: Path) -> str | None:
 
 
 def read_folder(folder: Path, suffix: str) -> dict[str, Any]:
-    """Return the weights of a folder, under `model`, and the configuration of an adapter.
+    """Return the weights of a folder under `model`, and the configuration if it is an adapter.
 
     Raises:
         FormatError: A file or the index is damaged, two shards have the same tensor, or the shards

@@ -38,9 +38,10 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
     No code in a file runs. A failed import leaves the run unchanged.
 
     Args:
-        source: The file or folder, on this machine: safetensors or old `.bin` files, in Hugging
-            Face's layout, an adapter of PEFT, a file of `torch.save`, a folder of
-            `torch.distributed.checkpoint`, or one of DeepSpeed with ZeRO-1, 2 or 3.
+        source: The file or folder, on this machine. It may be a safetensors file; a folder in
+            Hugging Face's layout, with safetensors or old `.bin` files; a PEFT adapter; a file of
+            `torch.save`; a folder of `torch.distributed.checkpoint`; or a folder of DeepSpeed with
+            ZeRO-1, 2 or 3.
         run: The run to save to, which is created if needed.
         step: The step to save as.
         format: `"safetensors"`, `"torch"`, `"dcp"`, `"deepspeed"`; `"auto"` detects it.
@@ -86,7 +87,7 @@ def import_checkpoint(  # noqa: PLR0913 - options, each by name
             )
             return handle.result()
     except RecursionError as error:
-        msg = f"{path} holds a tree that is nested too deeply, or in itself, to be imported"
+        msg = f"{path} holds a tree that contains itself, or is nested too deeply to be imported"
         raise UnsupportedStateError(msg) from error
     except OSError as error:
         msg = f"{error.filename or path} cannot be read: {error.strerror or error}"
@@ -113,7 +114,7 @@ def _format_of(path: Path) -> str:
     else:
         msg = f"{path} does not exist, so nothing can be imported from it"
         raise ConfigError(msg)
-    msg = f"the format of {path} is not recognized: give it with --format {'|'.join(FORMATS)}"
+    msg = f"the format of {path} is not recognized: give format= (--format {'|'.join(FORMATS)})"
     raise ConfigError(msg)
 
 

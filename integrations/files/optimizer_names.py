@@ -140,7 +140,9 @@ def _with_names(optimizer: dict[str, Any], names: _Names, source: str) -> dict[s
         by_number = dict(zip(numbers, own, strict=True))
     elif all(isinstance(name, str) for name in names):
         if len(names) != len(numbers):
-            msg = f"{source} has {len(names)} names, but the optimizer has {len(numbers)}"
+            msg = (
+                f"{source} has {len(names)} names, but the optimizer has {len(numbers)} parameters"
+            )
             raise FormatError(msg, [source])
         by_number = dict(zip(numbers, map(str, names), strict=True))
     elif sum(bool(group["params"]) for group in groups) > 1:
@@ -167,7 +169,7 @@ def _aligned(
 ) -> list[str]:
     """Match the numbers to names in order: return the only choice whose shapes fit the state.
 
-    Names of buffers and of untrained parameters are skipped, as they have no number.
+    Names of buffers and of untrained parameters are skipped, because these have no number.
 
     Raises:
         FormatError: No choice fits, or several do.

@@ -82,7 +82,8 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     Raises:
         ConfigError: `out` has content that must not be replaced. A folder may have files beside the
             weights only if the export writes files of the same names.
-        StorageError: `out` cannot be written; nothing was changed.
+        StorageError: `out` cannot be written. Nothing was changed there, unless only the final sync
+            of its folder failed.
     """
     _check_free(out, is_folder=is_folder, overwrite=overwrite)
     partial = out.with_name(f".{out.name}.partial-{secrets.token_hex(8)}")

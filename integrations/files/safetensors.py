@@ -111,7 +111,7 @@ def _read_header(path: Path) -> list[_StoredTensor]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):  # noqa: PLR2004 - the length, and `{}`
-            raise wrong(path, "is not a safetensors file, or is cut short: its header is not whole")
+            raise wrong(path, "is not a safetensors file, or is cut short in its header")
         header = parse_object(path, file.read(length))
     header.pop("__metadata__", None)
     if not header:
@@ -125,7 +125,11 @@ def _read_header(path: Path) -> list[_StoredTensor]:
             raise wrong(path, f"has a wrong header: {tensor.name!r} {fault}")
         at += tensor.nbytes
     if at != size:
-        raise wrong(path, f"has {size} bytes, but its header says {at}: is it cut short?")
+        raise wrong(
+            path,
+            f"has {size} bytes, but its header says {at}: is it cut short, or does it have bytes "
+            "after its last tensor?",
+        )
     return tensors
 
 

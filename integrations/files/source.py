@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _AHEAD_BYTES = 32 << 20
-_LEAST_BYTES = 1 << 20  # each request looks at all pages ahead: too much for a small tensor
+_LEAST_BYTES = 1 << 20  # each request visits all pages ahead, too slow for a small tensor
 _MADV_WILLNEED = 3
 _LIBC = ctypes.CDLL(None)
 
@@ -57,7 +57,10 @@ class SourceFile:
 
 
 def read_soon(file: int, start: int, nbytes: int) -> None:
-    """Make the kernel read ahead from byte `start`, while the `nbytes` before it are saved."""
+    """Make the kernel read ahead from byte `start`, while the `nbytes` before it are saved.
+
+    Does nothing if `nbytes` is small.
+    """
     if nbytes >= _LEAST_BYTES:
         os.posix_fadvise(file, start, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -65,7 +68,8 @@ def read_soon(file: int, start: int, nbytes: int) -> None:
 def page_in_soon(address: int, nbytes: int) -> None:
     """Make the kernel page in at `address`, while the `nbytes` before it are saved.
 
-    Otherwise, reads of a mapped file wait for each step of 128 KiB.
+    Otherwise, reads of a mapped file would wait for every 128 KiB. Does nothing if `nbytes` is
+    small.
     """
     if nbytes < _LEAST_BYTES:
         return

@@ -1,4 +1,4 @@
-"""Writes a checkpoint piece by piece as one file of `torch.save`, which `weights_only` loads.
+"""Writes a checkpoint, piece by piece, as a file that `torch.load(weights_only=True)` reads.
 
 The file is a zip archive. Its `data.pkl` has the tree, in which each tensor names the record with
 its bytes. `torch.save` itself needs all tensors in memory.
@@ -42,7 +42,7 @@ _ZIP64_BYTES = 20  # of the extra field that `zipfile` adds to a record of any s
 def export(view: Checkpoint, options: ExportOptions) -> ExportReport:
     """Write the selected tree; see `export_checkpoint`.
 
-    If its only entry is a dict, the file holds that dict itself.
+    If the tree's only entry is a dict, the file holds that dict itself.
     """
     tree = stream_tree(view, options)
     inner = next(iter(tree.values())) if len(tree) == 1 else None

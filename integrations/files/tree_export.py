@@ -1,4 +1,4 @@
-"""The tree that an export of a whole checkpoint writes: streamed tensors, renamed and cast."""
+"""The tree that an export to torch or DCP writes: streamed tensors, renamed and cast."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     `fit` without `ckpt_path` restores the newest checkpoint of the run at `url`, if there is one:
     the model, the optimizers and schedulers by name, the loops with `global_step`, the precision
     plugin, the callbacks, the datamodule, the position of the training data and the random state. A
-    save comes between two batches, after everything that Lightning does for the first batch,
+    save comes between two batches, after everything that Lightning does for the earlier batch,
     including validation. The end of training is saved too.
 
     The first save logs a warning for each setting that prevents an exact resume.
@@ -208,7 +208,10 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
             holder._sampler = sampler
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the epoch after the restored ones, as if training had just finished those."""
+        """Record the state that orders the samples.
+
+        If a complete epoch was restored, first repeat what training did at the end of that epoch.
+        """
         del pl_module
         loop = trainer.fit_loop
         if self._resumed is None:
@@ -365,7 +368,7 @@ def drawing_samplers(loop: Any) -> list[tuple[Any, Any]]:
 
 
 def order_state(loop: Any) -> dict[str, Any] | None:
-    """Return the random state that orders the samples, if no loader's state has it."""
+    """Return the random state that orders the samples; None if the loaders' states have it."""
     if not drawing_samplers(loop):
         return None
     return {"random": torch.get_rng_state(), "generators": generator_states(loop)}

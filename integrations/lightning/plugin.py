@@ -22,9 +22,9 @@ log = logging.getLogger("penstock")
 class PenstockIO(TorchCheckpointIO):  # type: ignore[misc]  # the host is chosen at run time
     """Stores the saves of `ModelCheckpoint` and `Trainer.save_checkpoint` as Penstock checkpoints.
 
-    Each path becomes a folder that is a separate run. A save is captured at once and written in
-    the background; a removal waits for all earlier saves. Lightning passes only state dicts, and
-    only on rank 0, so optimizer state is stored by number and no save is lazy. Use
+    Each path becomes a folder that is a separate run. A save captures the state before it returns,
+    and writes in the background; a removal waits for all earlier saves. Lightning passes only state
+    dicts, and only on rank 0, so optimizer state is stored by number and no save is lazy. Use
     `PenstockCallback` instead if you can.
     """
 

@@ -53,8 +53,8 @@ def of_other_ranks(state: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """Adapt rank 0's state to another number of ranks: drop its position in the data."""
     if state["in_epoch"] and state["loaders"] and trainer.is_global_zero:
         log.warning(
-            "lightning: saved in the middle of an epoch by a different number of ranks: the rest "
-            "of the epoch reads its data from the start"
+            "lightning: the checkpoint was saved in the middle of an epoch by a different number "
+            "of ranks: the rest of the epoch reads its data from the start"
         )
     state["loops"]["state_dict"]["combined_loader"] = state["loaders"] = state["generators"] = []
     state["order"] = None
@@ -146,15 +146,18 @@ def _overrides(value: object, name: str) -> bool:
 
 
 def remarks(trainer: Any) -> Iterator[str]:
-    """Yield each setting that prevents an exact resume, and the remedy."""
+    """Yield a remark for each thing in the trainer that prevents an exact resume.
+
+    A remark has a remedy where there is one.
+    """
     loader = trainer.fit_loop._combined_loader
     if len(loader_states(trainer)) < len(loader.flattened):
         yield (
             "the training data loader does not report its position, so a resume in the middle of "
-            "an epoch gets other samples: use torchdata.stateful_dataloader.StatefulDataLoader"
+            "an epoch gets different samples: use torchdata.stateful_dataloader.StatefulDataLoader"
         )
     if len(loader.flattened) > 1 and "cycle" in loader._mode:
-        yield "with loaders of different lengths, it is not restored which of them began again"
+        yield "with loaders of different lengths, a resume forgets which of them had begun again"
     if trainer.fit_loop._data_fetcher.length is None:
         yield (
             "a data loader without a length is read one batch ahead: random numbers that its data "
@@ -180,5 +183,5 @@ def remarks(trainer: Any) -> Iterator[str]:
     if any(metric.meta.on_epoch for metric in trainer.fit_loop.epoch_loop._results.values()):
         yield (
             "Lightning stores no sums of self.log(on_epoch=True): an epoch that is resumed in the "
-            "middle logs the mean of the batches after it"
+            "middle logs the mean of only the batches after the resume"
         )

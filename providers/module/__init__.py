@@ -1,7 +1,7 @@
 """The provider of `torch.nn.Module`: parameters, buffers and extra state, without wrapper names.
 
-It restores them in place and runs the module's load hooks. `penstock.providers.tensor` handles
-tensor bytes, and `penstock.providers.wrappers` finds wrappers.
+The provider restores tensors in place and runs the module's load hooks.
+`penstock.providers.tensor` handles tensor bytes, and `penstock.providers.wrappers` finds wrappers.
 """
 
 from __future__ import annotations
@@ -114,11 +114,14 @@ class ModuleProvider(StateProvider):
                     yield device_name(weight.device), weight.untyped_storage().data_ptr()
 
     def left_out(self, value: torch.nn.Module, /) -> Iterable[tuple[str, object]]:
-        """Return optimizers, schedulers and similar objects that a module holds as attributes."""
+        """Return optimizers, schedulers and similar objects that a module holds as attributes.
+
+        Returns none if the module overrides `state_dict` or `get_extra_state`, which may save them.
+        """
         module, plain = unwrap(value), torch.nn.Module
         kind = type(module)
         if (kind.state_dict, kind.get_extra_state) != (plain.state_dict, plain.get_extra_state):
-            return ()  # they may store these
+            return ()
         held: dict[int, tuple[str, object]] = {}
         for name, item in vars(module).items():
             if _is_stateful(item):
@@ -305,14 +308,14 @@ class ModulePlacer:
         if unloaded:
             msg = (
                 f"{shown}: its tensors are restored, but the module's own code left "
-                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. "
-                "Remove each loaded entry from the dict (`state_dict.pop`), or exclude it."
+                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. Let "
+                "that code remove each entry that it loads (`state_dict.pop`), or exclude the rest."
             )
             raise RestoreError(msg)
 
     def _to_load(self, made: dict[str, object]) -> dict[str, Any]:
         """Return the current state dict of the module, with the newly built objects."""
-        state = copy.copy(live_state(self._module))  # an overridden one may return its own dict
+        state = copy.copy(live_state(self._module))  # an override may return a dict that it keeps
         for name, item in list(state.items()):
             if name in made:
                 continue

@@ -206,7 +206,7 @@ def _held(value: torch.nn.Module, path: ObjectPath) -> dict[tuple[int, str], _He
             offset = place.offset_in_shard if place.in_shard else 0
             flat = Flat(tuple(shape), start, stop, replica)
             local = own[offset : offset + stop - start]
-            # The parameter itself counts the changes that an optimizer makes.
+            # The parameter, unlike `local`, counts the changes that an optimizer makes.
             same = parameter.data_ptr() == local.data_ptr() and parameter.shape == local.shape
             held = parameter if same else local
             note_piece(held)

@@ -63,9 +63,9 @@ Maker: TypeAlias = "Callable[[], object]"
 class OptimizerProvider(StateProvider):
     """Stores optimizers that keep torch's own `state_dict`.
 
-    The provider of stateful values stores optimizers that override it, since only their own code
-    knows their state. Wrappers of accelerate and Lightning Fabric override it too. They are
-    unwrapped first; otherwise their state would be stored by number.
+    Optimizers that override it are left to the provider of stateful values, since only their own
+    code knows their state. The wrappers of accelerate and Lightning Fabric override it too, but
+    this provider claims and unwraps them; otherwise their state would be stored by number.
     """
 
     name = "optimizer"
@@ -84,7 +84,7 @@ class OptimizerProvider(StateProvider):
         if is_wrapper(kind, OPTIMIZERS):
             return context.describe(wrapped(value, OPTIMIZERS), path)
         recall = partial(context.recall, (FORM, path))
-        # First: with the names, modules also report how their parameters are cut.
+        # First: when modules report the names, they also record how their parameters are sharded.
         named = members(value.param_groups, context.parameter_names, recall)
         held = held_of(value, path)
         meta = {
@@ -131,7 +131,7 @@ class OptimizerProvider(StateProvider):
     def rebuild(
         self, stored: StoredObject | Node, /, *, device: str | None, context: PlaceContext
     ) -> Placement:
-        """Plan the dict that torch's `load_state_dict` takes, with parameters by number."""
+        """Plan the optimizer's state dict, as `Rebuilder` describes it."""
         assert isinstance(stored, Node)
         if stored.form == PARAMETER_FORM:
             return rebuild_dict(stored.path, device=device, context=context)
@@ -224,7 +224,7 @@ def _state_paths(
 def _group_sizes(held: Held, path: ObjectPath) -> list[int]:
     sizes = [len(group["params"]) for group in held.groups]
     if sum(sizes) > MAX_PARAMETERS:
-        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters"
+        msg = f"{show_path(path)} has more than {MAX_PARAMETERS} parameters: use several optimizers"
         raise UnsupportedStateError(msg)
     return sizes
 
@@ -241,15 +241,16 @@ def _refuse_others(parameter: DTensor, path: ObjectPath, context: DescribeContex
     here, count = parameter.device_mesh.size(), context.world_size
     if here < count:
         msg = (
-            f"{show_path(path)} is an optimizer whose parameters have no names, on {here} of the "
-            f"{count} ranks: others may have other parameters at their positions. Put the modules "
-            "themselves into the state tree, or build the optimizer from named_parameters()"
+            f"{show_path(path)} is an optimizer whose parameters have no names, and only {here} of "
+            f"the {count} ranks hold them: other ranks may have other parameters at the same "
+            "positions. Put the modules themselves into the state tree, or build the optimizer "
+            "from named_parameters()"
         )
         raise UnsupportedStateError(msg)
 
 
 def _piece(item: object, flat: Flat) -> object:
-    """Return a parameter's local state as a `Shard` of the whole state, if it is per element."""
+    """Return `item` as a `Shard` of the whole state if it has one value per local element."""
     if not isinstance(item, torch.Tensor) or item.shape != (flat.stop - flat.start,):
         return item
     return flat.shard(item)

@@ -59,7 +59,7 @@ class Held:
 
     @property
     def kind(self) -> str:
-        """The class of the optimizer that has the state, for messages."""
+        """The name of the class of the optimizer that has the state."""
         kind = type(self.local)
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -92,7 +92,7 @@ def held_of(value: torch.optim.Optimizer, path: ObjectPath) -> Held:
     """Return this rank's part of an optimizer.
 
     With a `ZeroRedundancyOptimizer`, each rank's inner optimizer holds the state of its partition.
-    That state is not consolidated, which would gather all of it on one rank.
+    This function does not call `consolidate_state_dict`, which gathers all state on one rank.
 
     Raises:
         UnsupportedStateError: A `ZeroRedundancyOptimizer` has `overlap_with_ddp=True`, or the
@@ -169,7 +169,8 @@ def members(
     Args:
         groups: The param groups.
         names_of: Returns the names that modules of the tree give to a tensor.
-        recall: Returns the names that the last save made from an equal basis, or makes them.
+        recall: Returns the names that the last save made if its basis was equal, or else calls the
+            function to make them.
     """
     parameters: dict[int, torch.Tensor] = {}
     places: list[tuple[int, int, tuple[str, ...]]] = []
@@ -307,7 +308,8 @@ class Matcher:
         self._result.notes["matched_by"] = "order"
         shown = show_path(self._path)
         warnings.warn(
-            f"{shown} is stored as a state dict by numbers, so parameters are matched by order"
+            f"{shown} is stored as a state dict with numbers instead of names, so parameters are "
+            "matched by order"
             if numbered
             else f"{shown}: the parameters of this optimizer have no names, so they are matched "
             "by order; put the module that has them into the state tree, or the tensors "

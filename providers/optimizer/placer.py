@@ -1,7 +1,8 @@
-"""The restore of optimizer state: by name, all or nothing per parameter, in the stored dtype.
+"""The restore of optimizer state: by name, and all or nothing per parameter.
 
 State is set directly, because torch's `load_state_dict` would cast it to the dtype of its
-parameter. The optimizer's load hooks run afterwards, as `load_state_dict` would run them.
+parameter. It has the stored dtype, or with `restore(cast=True)` that of the live state. The
+optimizer's load hooks run afterwards, as `load_state_dict` would run them.
 """
 
 from __future__ import annotations
@@ -116,8 +117,9 @@ class Placer:
                 hook(self._held.value)
         except Exception as error:
             msg = (
-                f"{show_path(self._path)}: its state is restored, but its own code failed to load "
-                f"it: {type(error).__name__}: {error}. The optimizer's state is undefined now."
+                f"{show_path(self._path)}: the stored state was set, but the optimizer's "
+                "`load_state_dict` or one of its load hooks then failed: "
+                f"{type(error).__name__}: {error}. The optimizer's state is now undefined."
             )
             raise RestoreError(msg) from error
 
@@ -183,7 +185,10 @@ class Placer:
     # State --------------------------------------------------------------------------------------
 
     def _place_unknown(self, member: Member) -> None:
-        """Report the selected state of a parameter that the checkpoint does not have."""
+        """Report a parameter that the checkpoint does not have, if any of its state is selected.
+
+        If all of its live state is selected and the restore goes ahead, that state is dropped.
+        """
         here = (*self._state, member.name)
         chosen = [self._context.selected((*here, key)) for key in self._keys(member)]
         if any(chosen) or (not chosen and self._context.selected(here)):
@@ -231,10 +236,11 @@ class Placer:
                 self._problem(
                     node.path,
                     f"is restored whole or not at all, but only {count} of its {whole} objects are "
-                    "selected",
+                    "selected: select or exclude all of them",
                 )
             return
-        # Without stored state, the template's paths select whether its state is dropped.
+        # If no state is stored, the live state is dropped: if the parameter's path or all paths of
+        # the live state are selected.
         wanted = [self._context.selected((*node.path, key)) for key in self._keys(member)]
         if count or self._context.selected(node.path) or (wanted and all(wanted)):
             self._place_state(member, node)
@@ -264,7 +270,7 @@ class Placer:
         self._finishes.append(assign)
 
     def _check_needed(self, member: Member, node: Node, keys: Sequence[str]) -> None:
-        """Report state that a live, unrestored option needs and the checkpoint lacks."""
+        """Report state that the checkpoint lacks, if an option that is not restored needs it."""
         restored = self._context.children((*self._groups, str(member.group)))
         options = self._held.groups[member.group]
         for classes, option, key in _NEEDED:
@@ -351,7 +357,7 @@ class Placer:
                 self._place_group(groups[at], (*self._groups, index))
 
     def _difference_of_groups(self, matches: dict[str, Node]) -> Difference | None:
-        """Return a difference in the groups, which would put options on the wrong parameters."""
+        """Return how the groups differ; None if each option would reach the right parameters."""
         shown, groups = show_path(self._groups), self._held.groups
         node = self._context.node(self._path)
         count = len(groups) if node is None else len(node.meta.get("groups", ()))
@@ -412,9 +418,9 @@ def _groups(count: int) -> str:
 def _run_own_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run the rest of `load_state_dict` after the state was set.
 
-    If hooks or an override may change the state, the optimizer loads its own state dict. Tensors
-    that stay unchanged, or that torch only casts to their parameter's dtype, are then put back.
-    They keep their dtype, and the memory that they were restored into.
+    If pre-hooks or an override may change the state, the optimizer loads its own state dict. Then
+    each restored tensor that this did not change, apart from torch's cast to the parameter's dtype,
+    is put back, so that it keeps its dtype and the memory that it was restored into.
     """
     before: dict[int, Any] = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined, unused-ignore]  # noqa: SLF001 - no other way
     base = torch.optim.Optimizer.load_state_dict
@@ -431,7 +437,7 @@ def _run_own_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _uncast(old: Any, new: Any) -> Any:
-    """Return `new`, but with the tensors of `old` that differ at most in dtype."""
+    """Return `new`, but keep each tensor of `old` that differs from the new one only by a cast."""
     if isinstance(new, torch.Tensor):
         return old if isinstance(old, torch.Tensor) and _is_cast(old, new) else new
     kinds: set[type] = {type(old), type(new)}

@@ -209,7 +209,7 @@ class StoredDict(PlaceContext):
         ]
         shape: Any = shape_of_state(shapes)
         if shape is None and any(shapes) and not named:
-            shape = "unknown"  # so nothing shows that the order is the same
+            shape = "unknown"  # nothing shows that the order is the same: not `None`, which agrees
         if shape == [self._elements]:  # LBFGS keeps vectors of all parameters with the first one
             shape = None
         group, position = place
@@ -355,7 +355,8 @@ def _flattened(
 ) -> _Layout:
     """Return the layout of a dict with keys such as `state.<name>.exp_avg`.
 
-    The dict repeats a group's options for each parameter. The groups are the live optimizer's.
+    The dict repeats a group's options for each parameter. It does not list the groups, so the
+    layout has those of the live optimizer.
     """
     keys, own = split_keys(top)
     options = {name: {key: top[full] for key, full in each.items()} for name, each in own.items()}
@@ -388,7 +389,7 @@ def _flattened(
 
 
 def _content(whole: PlaceContext, at: _Entry | None) -> object:
-    """Return a value to compare an option by; for tensors the spec, as core compares the bytes."""
+    """Return what copies of an option are compared by: a tensor's spec, as core compares bytes."""
     if at is None or isinstance(at, _Part):
         return None if at is None else repr(at.value)
     stored = whole.stored(at)
@@ -406,9 +407,9 @@ def is_flattened(keys: Iterable[object]) -> bool:
 def split_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
     """Split the keys of a flattened state dict.
 
-    Returns the full keys of the state and those of the options, each by parameter and rest of the
-    key. Names may contain dots. The parameter of a state key is its longest prefix that has
-    options, or else all but the last part of the key.
+    Returns the full keys of the state and those of the options, each by the parameter's name and
+    then the rest of the key. Names may contain dots. The parameter of a state key is its longest
+    prefix that has options, or else all but the last part of the key.
     """
     state: dict[str, dict[str, str]] = {}
     options: dict[str, dict[str, str]] = {}

@@ -78,6 +78,7 @@ class TemplateDict:
         names: The name or number of each parameter, by group.
         groups: The options of each group.
         state: The state of each parameter: the dict's own objects, unless it is flattened.
+        is_flat: Whether the dict is flattened.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class TemplateDict:
             placement.problems += self._unproved(node, stored)
             placement.notes["matched_by"] = "order"
             warnings.warn(
-                f"{show_path(node.path)} is a state dict by numbers in the template, so parameters "
-                "are matched by order",
+                f"{show_path(node.path)} is a state dict with numbers instead of names in the "
+                "template, so parameters are matched by order",
                 stacklevel=2,
             )
         return placement

@@ -53,7 +53,8 @@ def place_shard(value: Shard, path: ObjectPath, *, context: PlaceContext) -> Pla
     """Plan the restore of the rectangle into the tensor of `value`.
 
     Raises:
-        UnsupportedStateError: The tensor is several objects, or cannot be written in place.
+        UnsupportedStateError: The tensor is stored as several objects, or cannot be written in
+            place.
     """
     flags = getattr(value.tensor, "flags", None)
     if flags is not None and not flags.writeable:
@@ -71,7 +72,8 @@ def describe_shards(value: Shards, path: ObjectPath, *, context: DescribeContext
         UnsupportedStateError: A piece is stored as several objects, or cannot be stored.
     """
     entries = [describe_shard(piece, path, context=context) for piece in value.pieces]
-    # Empty pieces are left out; each piece of an empty tensor is the whole tensor.
+    # Pieces without elements are left out. If the tensor itself has no elements, every piece has
+    # the same region, the whole tensor.
     held = {entry.regions: entry for entry in entries if entry.regions}
     held = dict(sorted(held.items(), key=lambda item: item[0][0].offsets))
     if len(held) < 2:  # noqa: PLR2004 - one piece is a Shard
@@ -85,7 +87,7 @@ def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> P
     """Plan the restore of each piece of `value` into its tensor.
 
     Raises:
-        UnsupportedStateError: A piece is several objects, or cannot be written in place.
+        UnsupportedStateError: A piece is stored as several objects, or cannot be written in place.
     """
     result = Placement(finish=lambda: value)
     for piece in value.pieces:
@@ -96,7 +98,7 @@ def place_shards(value: Shards, path: ObjectPath, *, context: PlaceContext) -> P
 def _stacked(regions: Iterable[Region]) -> tuple[Region, ...]:
     """Join regions that are adjacent along the first dimension.
 
-    A process that saves alone must store one rectangle, the whole tensor.
+    A process that saves alone must store a tensor as one rectangle, the whole tensor.
     """
     joined: list[Region] = []
     for region in regions:
@@ -246,9 +248,10 @@ def is_megatron(kind: type) -> bool:
 def describe_megatron(
     value: Any, path: ObjectPath, *, context: DescribeContext
 ) -> tuple[StateObject, tuple[Node, ...]]:
-    """Describe this rank's part of the whole tensor, and return the nodes above it too.
+    """Return the object of this rank's part of the whole tensor, and the nodes above the object.
 
-    The part is empty unless this rank holds the main replica.
+    The part is empty unless this rank holds the main replica. There is a node only if the tensor is
+    one of several that Megatron enumerates.
 
     Raises:
         UnsupportedStateError: The local tensor is missing, cannot be stored, or does not lie
@@ -281,8 +284,8 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
     if value.data is None:
         raise _refusal(path, "has no data: call its init_data() first")
     count = value.prepend_axis_num
-    # Each pipeline stage numbers its layers and parameters from 0, so one path would be different
-    # tensors on different ranks, maybe cut differently, and no rank could notice.
+    # Each pipeline stage numbers its layers and parameters from 0. Without this check, one path
+    # could name different tensors on different ranks, and no rank would notice.
     if not count and not f".{'.'.join(path)}".endswith(f".{value.key}"):
         raise _refusal(
             path,
@@ -302,8 +305,9 @@ def _place(value: Any, path: ObjectPath) -> tuple[ObjectPath, tuple[int, ...], t
     if not inside or sum(region.numel for region in held) != value.data.numel():
         raise _refusal(
             path,
-            f"has data of shape {list(value.data.shape)} for local_shape {list(sizes)} at "
-            f"{list(offsets)} of {list(shape)}: they do not fit together",
+            f"has data of shape {list(value.data.shape)}, which does not fit local_shape "
+            f"{list(sizes)} at offset {list(offsets)} in a tensor of shape {list(shape)}: make "
+            "the fields agree",
         )
     regions = tuple(
         Region(tuple(a + b for a, b in zip(offsets, region.offsets, strict=True)), region.sizes)

@@ -1,8 +1,9 @@
 """Tensor elements: cut into blocks for plain indexing, gathered, and compared.
 
-torch rounds twice as fast as `convert_floats`, which restores rounded tensors. The two differ in
-NaN bits, and some processors flush subnormal numbers to zero. So a tensor with a NaN counts as
-different, and torch is first checked against `convert_floats`.
+A restore rounds with core's `convert_floats`. The comparison rounds with torch, which takes half as
+long but must give the same bits. The two differ in the bits of NaNs, so a tensor with a NaN counts
+as different. Some processors flush subnormal numbers to zero, so torch's rounding is first checked
+against `convert_floats`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BLOCK = 1 << 20
 _DEVICE_BLOCK = 8 << 20
 """Elements that are compared at once, on a CPU and on a device. Smaller blocks take the GIL more
-often; larger ones leave the cache, or take more memory of the device."""
+often; larger ones leave the cache, or take more device memory."""
 
 _ALONE = 32 << 10
-"""Most elements for which torch starts no threads. Its threads would wait for the training loop's
-threads: beside a busy loop the comparison took ten times as long."""
+"""The most elements for which torch starts no threads. Its threads would wait for the training
+loop's threads: beside a busy loop the comparison took ten times as long."""
 
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _SIGN = 0x8000
@@ -80,7 +81,8 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> boo
     `strides` and `width` are in the same unit.
     """
     # By stride, the smallest first: elements are apart if each stride exceeds the reach of all
-    # smaller dimensions. An exact answer costs far more, and a wrong yes only scratch memory.
+    # smaller dimensions. An exact answer takes far longer, and a wrong True costs only scratch
+    # memory.
     reach = width - 1
     dims = zip(strides, shape, strict=True)
     for stride, size in sorted((abs(st), n) for st, n in dims if n > 1):
@@ -159,7 +161,7 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
 def is_rounded(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether `tensor` is `master` rounded to nearest even, bit for bit.
 
-    Returns False if it has a NaN. Both are on one device.
+    Returns False if `tensor` has a NaN. Both must be on the same device.
     """
     if master.dtype is not torch.float32 or tensor.dtype not in DTYPES:
         return False

@@ -41,7 +41,7 @@ class Flat:
 
 
 def note_piece(local: torch.Tensor) -> None:
-    """Record that `local` holds elements of one parameter, whatever its names."""
+    """Record that `local` is this rank's piece of one parameter, which may have several names."""
     _pieces[local] = True
 
 
@@ -84,9 +84,9 @@ def refuse_unknown(
         return
     if any(getattr(p, "_fsdp_flattened", False) and not known(p) for p in parameters):
         msg = (
-            f"{show_path(path)} has parameters that FSDP1 has flattened, and it is not known which "
-            "elements of them are here: put the outermost FullyShardedDataParallel module itself "
-            "into the state"
+            f"{show_path(path)} has parameters that FSDP1 has flattened, and Penstock does not "
+            "know which of their elements this rank holds: put the outermost "
+            "FullyShardedDataParallel module itself into the state"
         )
         raise UnsupportedStateError(msg)
 

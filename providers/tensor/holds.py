@@ -2,8 +2,8 @@
 
 Sending a tensor to another process moves its storage to shared memory, usually on a thread of the
 queue, and frees the old memory. While torch moves a storage, a table lists it, so that no two
-threads move it at once. A hold is an entry in that table, and a thread that wants to move the
-storage waits for it.
+threads move it at once. A hold is an entry in that table, so a thread that wants to move the
+storage waits until the hold ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Tensors made of other tensors: classes with `__tensor_flatten__`, a protocol of torch.compile.
 
 Quantized weights and optimizer state are examples. The parts are stored as tensors below the path
-and restored in place. The node holds the class and the context that puts the parts together. A
-restore compares the stored context with the template's. A rebuild uses only plain values, and
-loaded classes and functions that torch lists as safe, because a checkpoint must not run code.
+and restored in place. The node holds the class, and the context that the class needs to put the
+parts together. A restore compares the stored context with the template's. A checkpoint must not run
+code, so a rebuild uses only plain values, and classes and functions that are already loaded and
+that torch lists as safe.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def parts_of(tensor: Any, path: ObjectPath) -> tuple[dict[str, torch.Tensor], ob
     """Return the parts by name, and the context.
 
     Raises:
-        UnsupportedStateError: The tensor makes new parts at each call, so a restore could not write
-            into them.
+        UnsupportedStateError: A part is not a tensor, or each access returns a new one, so that a
+            restore could not write into it.
     """
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
@@ -55,7 +56,7 @@ def parts_of(tensor: Any, path: ObjectPath) -> tuple[dict[str, torch.Tensor], ob
         if not isinstance(part, torch.Tensor) or getattr(tensor, name) is not part:
             msg = (
                 f"{show_path(path)} is a {global_name(type(tensor))} whose part {name!r} is not a "
-                "separate tensor: install a state provider for it"
+                "tensor, or is a new one at each access: install a state provider for the class"
             )
             raise UnsupportedStateError(msg)
     return parts, context
@@ -95,7 +96,8 @@ def place_parts(tensor: torch.Tensor, path: ObjectPath, *, context: PlaceContext
     if count != node.meta.get("objects"):
         result.problems.append(
             f"{show_path(path)} is restored whole or not at all, but only {count} of its "
-            f"{node.meta.get('objects')} parts are selected and stored"
+            f"{node.meta.get('objects')} parts are selected and stored: select or exclude all of "
+            "them"
         )
         return result
     there, here = _shown(node.meta), _shown(_kind(tensor, path))
@@ -275,7 +277,7 @@ def encode_context(value: object, path: ObjectPath) -> Any:
     try:
         return {"form": "value", "value": json.loads(encode_value(value, path))}
     except UnsupportedStateError as error:
-        msg = f"{error}. It belongs to the context that its __tensor_flatten__ returns."
+        msg = f"{error}. The value is in the context that the tensor's __tensor_flatten__ returns."
         raise UnsupportedStateError(msg) from None
 
 
@@ -328,7 +330,7 @@ def safe_global(name: str, path: ObjectPath) -> Any:
         if name == known_as or name == global_name(candidate):
             return candidate
     msg = (
-        f"{show_path(path)} consists of the parts of a {show_text(name)}, which cannot be put "
+        f"{show_path(path)} is stored as the parts of a {show_text(name)}, which cannot be put "
         "together here: nothing loaded and registered with torch as safe has that name. Import "
         "its package (and call torch.serialization.add_safe_globals with the class, if the package "
         "does not); or restore into such a tensor; or exclude it, or read its parts one by one "

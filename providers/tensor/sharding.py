@@ -1,10 +1,12 @@
 """The elements of a `DTensor` that this rank holds.
 
-This module does not communicate and does not use torch's own offsets. Those of torch 2.13 omit rows
-where `fully_shard` and tensor parallelism cut one uneven dimension. Each mesh dimension that shards
-a dimension of the tensor is a cut. The cuts of one dimension follow each other: those of
-`distribute_tensor` from left to right, then that of `fully_shard`, wherever its mesh dimension
-is. If the sizes divide evenly, both orders agree; otherwise rows change their rank.
+This module does not communicate. It does not use torch's own offsets either: those of torch 2.13
+omit rows where `fully_shard` and tensor parallelism cut the same dimension unevenly.
+
+Each mesh dimension that shards a dimension of the tensor is a cut. The cuts of a dimension are
+applied one after the other: those of `distribute_tensor` in mesh order, then that of `fully_shard`,
+wherever its mesh dimension is. If the sizes divide evenly, applying all cuts in mesh order gives
+the same result; otherwise it assigns some rows to the wrong rank.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.core.types import ObjectPath
 
 MAX_REGIONS = 1 << 16
-"""Most rectangles of one local tensor. Strided cuts of an inner dimension make several per row."""
+"""The most rectangles of a local tensor. A strided cut of an inner dimension makes many per row."""
 
 
 class Cut(NamedTuple):
@@ -44,9 +46,9 @@ class Cut(NamedTuple):
     suffices; the last ones may be smaller or empty.
 
     Attributes:
-        mesh_dimension: The mesh dimension.
-        ranks: Its size.
-        factor: 1 for `Shard`; that of `_StridedShard`.
+        mesh_dimension: The index of the mesh dimension.
+        ranks: The size of the mesh dimension.
+        factor: 1 for `Shard`; the `split_factor` of `_StridedShard`.
     """
 
     mesh_dimension: int
@@ -66,7 +68,7 @@ class LocalShard:
         global_shape: Shape of the whole tensor.
         regions: Rectangles of the whole tensor. Their row-major elements, concatenated, are the
             local tensor's row-major elements. Empty if this rank holds no element.
-        replica: This rank's index among the ranks with the same elements; None for a rank outside
+        replica: This rank's place among the ranks with the same elements; None for a rank outside
             the mesh.
     """
 
@@ -81,9 +83,9 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
     Args:
         tensor: The tensor; only the shape of its local tensor is read.
         path: Its path in the state, for messages.
-        last_cut: The mesh dimension that `fully_shard` has cut, as `last_cut_of` returns it for the
-            parameter; also for its gradient and its optimizer state. None if unknown: then all
-            orders of cutting that the placements allow must agree.
+        last_cut: The mesh dimension over which `fully_shard` shards the tensor. For a gradient or
+            optimizer state, that is `last_cut_of` its parameter. If it is None, so not known, all
+            orders of cuts that the placements allow must agree.
 
     Raises:
         UnsupportedStateError: The tensor is a pending sum, or it is not certain which elements
@@ -142,7 +144,7 @@ def _fully_sharded(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the record that `fully_shard` keeps of each parameter below `module`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    # Not loaded unless a module is cut, and slow to load.
+    # Not imported at the top, because it is slow to load; here it is loaded already.
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     for part in module.modules():
@@ -162,9 +164,10 @@ def note_fully_shard(module: torch.nn.Module) -> None:
 
 
 def last_cut_of(tensor: DTensor) -> int | None:
-    """Return the `last_cut` of a recorded parameter, or of a tensor that is cut like one.
+    """Return the mesh dimension over which `fully_shard` shards `tensor`; None if not known.
 
-    Returns None for any other tensor.
+    It is known for parameters that `note_fully_shard` recorded, and within `cut_like` for their
+    state.
     """
     parameter = _like.get().get(id(tensor), tensor)
     record = _of_fully_shard.get(id(parameter))
@@ -179,7 +182,7 @@ def last_cut_of(tensor: DTensor) -> int | None:
 
 @contextmanager
 def cut_like(pairs: Iterable[tuple[DTensor, DTensor]]) -> Iterator[None]:
-    """Make `last_cut_of` treat the first of each pair as state of the second, in this context."""
+    """In this context, let `last_cut_of` treat the first of each pair as state of the second."""
     token = _like.set({id(tensor): parameter for tensor, parameter in pairs})
     try:
         yield
@@ -203,7 +206,7 @@ _cuts_of: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
 def _cut_of(record: Any) -> int | None:
-    """Return the mesh dimension that `fully_shard` has cut, from its record of a parameter."""
+    """Return the mesh dimension over which `fully_shard` shards, from its record of a parameter."""
     # Cached: called for each tensor of an optimizer's state too, and lists the ranks of a mesh.
     if record not in _cuts_of:
         _cuts_of[record] = _find_cut(record)
@@ -246,7 +249,7 @@ def _cuts(tensor: DTensor, path: ObjectPath) -> list[Order]:
         UnsupportedStateError: A placement's elements are not known, or the order of cuts is not
             the default.
     """
-    # The module of a DTensor is loaded; torch itself does not load it.
+    # Loaded already, since there is a DTensor. `import torch` alone does not load it.
     from torch.distributed.tensor.placement_types import (  # noqa: PLC0415
         Partial,
         Replicate,
@@ -304,7 +307,8 @@ def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
     rest = tuple(cut for cut in cuts if cut.mesh_dimension != last_cut)
     orders = [rest + tail]
     for n, (m, ranks, factor) in enumerate(rest):
-        # `fully_shard` marks its cut this way: the factor is the number of earlier shards.
+        # `fully_shard` marks its cut this way: the factor is the number of shards that were cut
+        # before, by later mesh dimensions.
         if factor > 1 and factor == math.prod(later.ranks for later in rest[n + 1 :]):
             orders.append((*rest[:n], *rest[n + 1 :], Cut(m, ranks), *tail))
     return tuple(orders)
@@ -407,7 +411,7 @@ def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]
     expected = tuple(sum(stop - start for start, stop in held) for held in spans)
     # Not `to_local`, which waits for collectives and takes part in autograd.
     shape = tuple(tensor._local_tensor.shape)  # noqa: SLF001
-    if shape != expected and not (0 in shape and 0 in expected):  # empty in another way
+    if shape != expected and not (0 in shape and 0 in expected):  # else both are empty
         multiples = [
             f"dimension {d} to a multiple of {_ranks(cuts)}"
             for d, cuts in enumerate(_cuts(tensor, path))
@@ -416,8 +420,9 @@ def _check_local_shape(tensor: DTensor, path: ObjectPath, spans: Sequence[Spans]
         _refuse(
             tensor,
             path,
-            f"this rank holds a local tensor of shape {list(shape)}, where {list(expected)} is its "
-            f"share. Pad {' and '.join(multiples) or 'it'}, or make it with `distribute_tensor`",
+            f"this rank's local tensor has shape {list(shape)}, but its share has shape "
+            f"{list(expected)}. Pad {' and '.join(multiples) or 'the tensor'}, or make the tensor "
+            "with `distribute_tensor`",
         )
 
 

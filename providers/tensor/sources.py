@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Elements are copied as integers of the same size: exact for NaNs, and some dtypes have no copy.
+# Elements are copied as integers of the same size. That keeps the bits of NaNs, and torch cannot
+# copy some dtypes.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# At most this many bytes are copied under the GIL: getting it back could outlast the copy.
+# A copy of at most this many bytes keeps the GIL: the wait to get it back could outlast the copy.
 _FEW_BYTES = 64 << 10
 _move = ctypes.PyDLL(None).memmove
 _move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
@@ -70,8 +71,8 @@ class TensorLayout(NamedTuple):
         strides: Bytes from one element to the next along each dimension.
         reading: The dtype's name, with ` conj` or ` neg` for a conjugated or negated view.
         nbytes: Bytes of all elements.
-        extent: Bytes from the first element to the end of the last in memory; 0 on the meta device,
-            which has none.
+        extent: Bytes of memory from the first element to the end of the last. 0 if the tensor has
+            no elements, or is on the meta device, which has no memory.
         is_flat: Whether the tensor's values are row-major in host memory.
     """
 
@@ -156,10 +157,11 @@ def host_tensor(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flat_memory(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """Return the bytes of a flat tensor (see `is_flat`) without a copy; keeps its storage alive.
+    """Return the bytes of a flat tensor (see `TensorLayout`) without a copy.
 
-    Does not call `tensor.numpy()`, after which torch refuses to resize the storage. Code that
-    offloads weights or enlarges a buffer would then fail in training.
+    The result keeps the tensor's storage alive. This function does not call `tensor.numpy()`, after
+    which torch refuses to resize the storage: code that offloads weights or enlarges a buffer would
+    then fail in training.
     """
     return np.asarray(_StorageBytes(tensor, nbytes)).data
 
@@ -183,7 +185,7 @@ class _StorageBytes:
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Return whether a strided tensor extends past the end of its storage.
 
-    Then its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
+    If so, its memory was freed or shrunk (`untyped_storage().resize_`), as FSDP and offloaders do.
     torch does not check: reading such a tensor returns foreign bytes or crashes the process.
     """
     layout = layout_of(tensor)
@@ -226,7 +228,7 @@ class _TensorMemory:
     def of_host(cls, tensors: Sequence[torch.Tensor]) -> tuple[list[Self], list[int]]:
         """Return the memory of host tensors, and the indices of those that cannot be stored.
 
-        One getter at a time for all tensors takes half as long as all getters for each tensor.
+        Calling each getter for all tensors in turn takes half as long as all getters per tensor.
 
         Raises:
             RuntimeError: torch does not report a tensor's offset or strides, because it is nested
@@ -344,7 +346,7 @@ class TensorSource(_TensorMemory, ByteSource):  # type: ignore[override]  # `mem
         return gathered, gathered.data.cpu
 
     def _check_memory(self) -> None:
-        """Raise if the memory was freed after the tensor was described, before its capture."""
+        """Raise if the memory was freed or shrunk since the tensor was described."""
         if self.is_lost():
             msg = (
                 "the storage of a tensor was freed or shrunk between `save` and the end of its "
@@ -433,7 +435,10 @@ def _on_host(sources: Sequence[ByteSource]) -> list[TensorSource]:
 def copy_range(
     tensor: torch.Tensor, start: int, out: memoryview, *, non_blocking: bool = False
 ) -> None:
-    """Copy row-major bytes from byte `start` on to host memory; never copies the whole tensor."""
+    """Fill `out`, in host memory, with the tensor's row-major bytes that begin at byte `start`.
+
+    Copies no other elements, not even to make the tensor contiguous.
+    """
     source = carrier(tensor)
     target = host_tensor(out, source.dtype)
     first = start // tensor.dtype.itemsize
@@ -491,7 +496,7 @@ class TensorSink(_TensorMemory, ByteSink):  # type: ignore[override]  # as `Tens
         """Copy by address, which takes a quarter of the time for the small tensors of a slab."""
         if self.is_lost() or not 0 <= start <= self.nbytes - nbytes:
             msg = (
-                f"{nbytes} bytes from {start} on do not fit into the {self.nbytes} bytes of a "
+                f"{nbytes} bytes at offset {start} do not fit into the {self.nbytes} bytes of a "
                 "tensor, or its storage was freed or shrunk while it was restored"
             )
             raise RuntimeError(msg)
@@ -531,7 +536,8 @@ class ShardSink(TensorSink):
         self._count_change()
 
     def _count_change(self) -> None:
-        # Both have their own counters, and autograd saves the distributed tensor.
+        # The local and the distributed tensor count versions separately, and autograd saves the
+        # distributed one.
         if not self._whole.is_inference():
             torch.autograd.graph.increment_version(self._whole)
 
@@ -549,7 +555,7 @@ class OverlapSink(TensorSink):
         self._live = tensor.detach()
         self._path = path
         self._key = memory_key(tensor)
-        self.address = None  # others may share memory, but not the scratch memory
+        self.address = None  # the scratch address would hide which memory is shared
 
     def opened(self) -> None:
         if not self._live.is_inference():
@@ -593,7 +599,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def side_stream(device: torch.device, use: str = "copy") -> torch.cuda.Stream:
-    """Return the stream that copies state from `device`; all saves share one stream per use."""
+    """Return the process's CUDA stream on `device` for this `use`; all saves share it."""
     with _lock:
         stream = _streams.get((device, use))
         if stream is None:
@@ -622,7 +628,10 @@ class CudaCopy(PendingCopy):
 
 
 class CudaSource(TensorSource):
-    """The source of a CUDA tensor's bytes at an event on the describing thread's stream."""
+    """The source of a CUDA tensor's bytes.
+
+    A copy waits for `moment`, an event on the stream of the thread that described the tensor.
+    """
 
     __slots__ = ("_moment",)
 
@@ -654,8 +663,8 @@ class CudaSource(TensorSource):
     def _begin(
         cls, device: torch.device, wanted: Sequence[tuple[torch.Tensor, Lines]]
     ) -> tuple[GatheredLines, Callable[[], torch.Tensor]]:
-        # On the caller's stream: work that it queues later does not change the gathered bytes, and
-        # the memory stays alive until then.
+        # On the caller's stream: work that it queues later can neither change the gathered bytes
+        # nor reuse the memory before it has been read.
         with torch.cuda.device(device):
             gathered, _ = super()._begin(device, wanted)
             data = gathered.data

@@ -1,6 +1,7 @@
-"""The provider of plain Python values: frozen to bytes when described, pickled where allowed.
+"""The provider of plain Python values, which are frozen to bytes when they are described.
 
-`encode` and `decode` convert them to JSON and back exactly. Core walks containers of objects.
+`encode` and `decode` convert them to JSON and back exactly. Any other value is pickled if that is
+allowed. Containers that hold objects are left to core.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class BytesSource(ByteSource):
 
 
 class ValueProvider(StateProvider):
-    """Stores plain data as one value, encoded at once: training may change it after `save`."""
+    """Stores plain data as one value, encoded before `save` returns: training may change it."""
 
     name = "value"
     forms = ("json", "pickle")
@@ -151,7 +152,10 @@ def _pickle(value: object, path: ObjectPath) -> bytes:
     try:
         return pickle.dumps(value, protocol=4)
     except Exception as error:  # pickling runs the objects' own code
-        msg = f"{show_path(path)} cannot be pickled either: {error!r}"
+        msg = (
+            f"{show_path(path)} is not plain data, and cannot be pickled either: {error!r}. Save "
+            "plain data of it, or leave it out"
+        )
         raise UnsupportedStateError(msg) from error
 
 

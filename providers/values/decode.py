@@ -95,8 +95,8 @@ def _without_collisions(keys: list[Any]) -> list[Any]:
 
 
 def _decode_members(items: Any) -> dict[Any, None]:
-    # From a dict, Python makes a set in the order of the keys, as `collide` does. A set that grows
-    # is refilled in the order of its table.
+    # Python makes a set from a dict in the order of the keys, which `collide` has checked. A set
+    # that grows item by item is refilled in the order of its table.
     return dict.fromkeys(_without_collisions(_decode(items)))
 
 
@@ -248,7 +248,7 @@ def _zone(key: str) -> ZoneInfo:
     of an installed `tzdata`.
 
     Raises:
-        ValueError: It names neither.
+        ValueError: The key names neither.
     """
     with installed_only():
         package = importlib.util.find_spec("tzdata")

@@ -46,7 +46,10 @@ FACTORIES: dict[str, type] = {
     "frozenset": frozenset,
     "Counter": Counter,
 }
-"""The factories of a defaultdict that is one value; a container of objects allows fewer."""
+"""The allowed factories of a defaultdict that is stored as one value.
+
+Fewer are allowed in one that contains objects.
+"""
 PATHS: dict[str, type[pathlib.PurePath]] = {
     t.__name__: t
     for t in (
@@ -140,7 +143,7 @@ class _Encoder:
         if key in self._active:
             self.refuse("holds itself: a value must not have cycles")
         if len(self._active) >= MAX_DEPTH:
-            self.refuse(f"is nested more than {MAX_DEPTH} levels deep")
+            self.refuse(f"is nested more than {MAX_DEPTH} levels deep: save it in fewer levels")
         if kind in _HASHED and collide(value):  # a reader would hold the GIL for hours
             self.refuse(
                 "has members or keys whose hashes collide too often to be built again: save a list "
@@ -211,7 +214,9 @@ class _Encoder:
         dtype = value.dtype
         text = dtype.str
         if dtype.kind not in NUMPY_KINDS or np.dtype(text) != dtype:
-            self.refuse(f"is a numpy scalar of dtype {dtype}, which cannot be stored")
+            self.refuse(
+                f"is a numpy scalar of dtype {dtype}, which cannot be stored: save plain data of it"
+            )
         # An empty string has no bytes, but `tobytes` returns one character.
         return {TAG: "numpy", "dtype": text, "v": value.tobytes()[: dtype.itemsize].hex()}
 
@@ -325,7 +330,9 @@ def _encode_namespace(encoder: _Encoder, value: Any) -> Any:
     kind, members = type(value), vars(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not all(type(key) is str for key in members):
-        encoder.refuse(f"is a {name} with names that are not text, which cannot be stored")
+        encoder.refuse(
+            f"is a {name} with names that are not text, which cannot be stored: save a dict"
+        )
     return {TAG: "namespace", "class": name, "v": _encode_dict(encoder, members)}
 
 

@@ -336,7 +336,7 @@ def test_pending_sums_are_refused():
 
 def test_local_tensor_unlike_its_share_is_refused():
     message = refusal([Shard(0)], local=(3, 2))
-    assert "shape [3, 2], where [2, 2] is its share" in message
+    assert "shape [3, 2], but its share has shape [2, 2]" in message
     assert "dimension 0 to a multiple of 2" in message
 
 

@@ -172,7 +172,7 @@ def test_stateful_object_is_restored_whole_or_not_at_all(save):
     (problem,) = stored.plan({"k": Keeper(0)}, include="k/a").problems
     assert problem == (
         "k is a Keeper and is restored whole or not at all, but only 1 of its 2 objects are "
-        "selected"
+        "selected: select or exclude all of them"
     )
     target = Keeper(0)
     stored.restore({"k": target, "x": 5}, include="x")

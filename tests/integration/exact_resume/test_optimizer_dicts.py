@@ -294,7 +294,9 @@ def test_numbers_do_not_match_a_template_without_state(ckpt):
     ckpt.save({"model": model, "optimizer": optimizer}, 1).result()
     template = make(1, steps=0)[1].state_dict()
     with (
-        pytest.warns(UserWarning, match="is a state dict by numbers in the template"),
+        pytest.warns(
+            UserWarning, match="is a state dict with numbers instead of names in the template"
+        ),
         pytest.raises(RestoreMismatchError, match="has no state in the template whose shape"),
     ):
         ckpt.restore({"optimizer": template}, include="optimizer")  # fmt: skip
@@ -423,7 +425,7 @@ def test_vectors_of_all_parameters_and_small_ones_are_matched_by_order(ckpt, kin
 def test_numbers_warn_that_they_match_by_order(ckpt):
     ckpt.save({"optimizer": numbered(*make(0))}, 1).result()
     other, target = make(1)
-    with pytest.warns(UserWarning, match="optimizer is stored as a state dict by numbers"):
+    with pytest.warns(UserWarning, match="optimizer is stored as a state dict with numbers"):
         report = ckpt.restore({"model": other, "optimizer": target}, include="optimizer")
     assert report.matched_by == "order"
 

@@ -259,10 +259,10 @@ def test_tied_tensors_are_tied_by_all_replicas():
     ("change", "message"),
     [
         ({"data": None}, "init_data"),
-        ({"global_offset": (3, 0)}, "do not fit together"),
-        ({"local_shape": (3, 3)}, "do not fit together"),
-        ({"flattened_range": slice(0, 5)}, "do not fit together"),
-        ({"flattened_range": slice(2, 9)}, "do not fit together"),
+        ({"global_offset": (3, 0)}, "does not fit local_shape"),
+        ({"local_shape": (3, 3)}, "does not fit local_shape"),
+        ({"flattened_range": slice(0, 5)}, "does not fit local_shape"),
+        ({"flattened_range": slice(2, 9)}, "does not fit local_shape"),
     ],
 )
 def test_inconsistent_arguments_are_refused(change, message):

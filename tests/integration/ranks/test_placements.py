@@ -115,7 +115,7 @@ def test_a_tensor_of_uneven_pieces_is_saved_if_they_are_torchs_own():
         with bad.checkpointer(rank) as ckpt:
             for step, options in enumerate(({}, {"shape": (14, 1), "stride": (1, 1)})):
                 tensor = made(devices, rank, [4, 3, 4, 3], **options)
-                with pytest.raises(refused, match=r"one object on all ranks|is its share"):
+                with pytest.raises(refused, match=r"one object on all ranks|its share has shape"):
                     ckpt.save({"w": tensor}, 2 + step, mode="blocking").result(300)
 
     run_ranks(4, work)
@@ -157,9 +157,7 @@ def test_a_composite_local_tensor_is_refused():
         local = TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
         devices = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(local, devices, [Shard(0)], run_check=False)
-        refused = pytest.raises(
-            (UnsupportedStateError, RankError), match="each a TwoTensor, which consists of several"
-        )
+        refused = pytest.raises((UnsupportedStateError, RankError), match="is a TwoTensor")
         with jobs[0].checkpointer(rank) as ckpt:
             with refused:
                 ckpt.save({"w": tensor}, 1).result(300)

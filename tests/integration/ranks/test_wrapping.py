@@ -440,7 +440,9 @@ def test_an_optimizer_without_names_on_some_ranks_is_refused():
     def work(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         state = trained(lambda net: fully_shard(net, mesh=mesh["dp"]))
-        refused = pytest.raises(UnsupportedStateError, match="no names, on 2 of the 4 ranks")
+        refused = pytest.raises(
+            UnsupportedStateError, match="no names, and only 2 of the 4 ranks hold"
+        )
         with job.checkpointer(rank) as ckpt, refused:
             ckpt.save({"optimizer": state["optimizer"]}, STEP).result(300)
 

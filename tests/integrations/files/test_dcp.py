@@ -362,7 +362,7 @@ class Reverse(_extension.StreamTransformExtension):
 def test_transformed_files_are_refused_by_name(tmp_path, refused):
     folder = save({"w": torch.ones(2)}, tmp_path / "d", _extensions=[Reverse()])
     with refused(
-        penstock.UnsupportedStateError, r"'w' was transformed by \['stream.test/1'\]"
+        penstock.UnsupportedStateError, r"'w' was saved with the transforms \['stream.test/1'\]"
     ) as r:
         penstock.import_checkpoint(folder, r, step=2)
 
@@ -422,13 +422,13 @@ def break_list(metadata):
 BREAKS = {
     "no chunk": (break_cover, "no chunk for a part of 'w'"),
     "overlap": (break_overlap, "overlapping chunks of 'w'"),
-    "bounds": (break_bounds, "does not lie in it"),
-    "dimensions": (break_dimensions, "does not lie in it"),
-    "size": (break_size, "does not hold 'w' as its metadata says"),
-    "dtype": (break_dtype, "does not hold 'w' as its metadata says"),
+    "bounds": (break_bounds, "extends beyond the tensor"),
+    "dimensions": (break_dimensions, "extends beyond the tensor"),
+    "size": (break_size, "does not hold 'w' as the metadata describes"),
+    "dtype": (break_dtype, "does not hold 'w' as the metadata describes"),
     "place": (break_place, "where 'w' at"),
     "no path": (break_path, "no path for 'w'"),
-    "nesting": (break_nesting, "conflicts with another object"),
+    "nesting": (break_nesting, "conflicts with that of another object"),
     "list": (break_list, "has gaps: its indices are"),
     "leaves": (lambda m: info_of(m, relative_path="../w"), "not in the folder"),
     "absolute": (lambda m: info_of(m, relative_path="/etc/passwd"), "not in the folder"),

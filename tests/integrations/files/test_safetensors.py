@@ -387,11 +387,11 @@ def f32(start, stop, shape=None):
 
 
 BAD = {
-    "empty": (b"", "header is not whole"),
-    "short": (b"\x10", "header is not whole"),
+    "empty": (b"", "cut short in its header"),
+    "short": (b"\x10", "cut short in its header"),
     "no tensors": (header({}, data=0), "has no tensors"),
-    "header cut short": (header({"a": f32(0, 8)}, length=10_000), "header is not whole"),
-    "huge header": (header({"a": f32(0, 8)}, length=1 << 62), "header is not whole"),
+    "header cut short": (header({"a": f32(0, 8)}, length=10_000), "cut short in its header"),
+    "huge header": (header({"a": f32(0, 8)}, length=1 << 62), "cut short in its header"),
     "no json": (header(None, text=b"{nonsense"), "is not JSON"),
     "deep json": (header(None, text=b"[" * 100_000), "is not JSON"),
     "no utf-8": (header(None, text=b'{"\xff": 1}'), "is not JSON"),

@@ -125,7 +125,7 @@ def test_first_save_lists_unresumed_state_and_refuses_engines(tmp_path):
     ended = run(PLAIN, tmp_path)
     assert ended.returncode == 0, ended.text
     assert ended.text.count("data loader 0 does not report its position") == 1
-    assert ended.text.count("data loader 0 shuffles by a RandomSampler") == 1
+    assert ended.text.count("data loader 0 shuffles with a RandomSampler") == 1
     assert "refused: penstock.integrations.accelerate cannot save" in ended.text
 
 
