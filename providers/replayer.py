@@ -46,7 +46,7 @@ class TorchReplayer(Replayer):
             return f"steps of {name} on shards need the other ranks"
         for group in optimizer.param_groups:
             if group.get("nesterov") and not group.get("fused"):
-                foreach = group["foreach"]
+                foreach = group.get("foreach", False)
                 if any(p.is_cuda for p in group["params"]) if foreach is None else foreach:
                     return f"{name} with nesterov and foreach changes its gradients: use fused=True"
         if getattr(optimizer, "grad_scale", None) is not None:

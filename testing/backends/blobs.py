@@ -492,7 +492,7 @@ def synced_bytes_are_readable_while_the_blob_grows(open_root: OpenRoot) -> None:
 @promise
 @declared(lambda capabilities: capabilities.appends, "durable appends (appends)")
 def synced_bytes_stay_after_an_abort(open_root: OpenRoot) -> None:
-    with closing(open_root("appends")) as backend, closing(open_root("appends")) as other:
+    with closing(open_root("aborted")) as backend, closing(open_root("aborted")) as other:
         data = pattern(5000)
         writer = backend.create("data/log.raw")
         writer.write([WriteRequest(0, (memoryview(data),))])
