@@ -452,14 +452,11 @@ def _marks(optimizer: Optimizer) -> Marks:
     """
     values: list[Any] = []
     groups = [(0, len(group["params"]), 0) for group in optimizer.param_groups]
-    return (
-        groups
-        + [
-            (id(tensor), version_of(tensor), address_of(local_of(tensor)))
-            for tensor in tensors_of(optimizer, ordered=False, values=values)
-        ]
-        + [(0, hash(repr(values)), 0)]
-    )
+    tensors = [
+        (id(tensor), version_of(tensor), address_of(local_of(tensor)))
+        for tensor in tensors_of(optimizer, ordered=False, values=values)
+    ]
+    return [*groups, *tensors, (0, hash(repr(values)), 0)]
 
 
 def storages_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> set[int]:
