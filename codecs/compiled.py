@@ -177,7 +177,11 @@ def _join_bytes(first: Any, second: Any, third: Any, fourth: Any, block: Any) ->
 
 
 def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Grid | None) -> bool:
-    """See `plain.split_block`; calls it for 8-byte elements, and floats with all bytes apart."""
+    """See `plain.split_block`.
+
+    Falls back to it for 8-byte elements, and for 4-byte floats whose bytes each have their own
+    plane.
+    """
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         return bool(_SPLIT[block.itemsize](block, *_place(kind, grid), *planes[:2], low))
@@ -188,7 +192,11 @@ def split_block(block: Elements, planes: list[Elements], kind: Halves, grid: Gri
 
 
 def join_block(planes: list[Elements], kind: Halves, grid: Grid | None, block: Elements) -> None:
-    """See `plain.join_block`; calls it for 8-byte elements, and floats with all bytes apart."""
+    """See `plain.join_block`.
+
+    Falls back to it for 8-byte elements, and for 4-byte floats whose bytes each have their own
+    plane.
+    """
     if 2 * (len(planes) - 1) == block.itemsize:
         low = planes[2] if planes[2:] else _NOTHING
         _JOIN[block.itemsize](*planes[:2], low, *_place(kind, grid), block)

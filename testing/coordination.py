@@ -1,7 +1,7 @@
 """The conformance suite of `Coordination`: the promises of the contract, as plain functions.
 
 ```python
-def open_member(job: str, rank: int) -> Coordination:  # equal `job`: the same values
+def open_member(job: str, rank: int) -> Coordination:  # members of the same `job` share values
     return MyCoordination(job=f"{prefix}/{job}")
 
 check_coordination(open_member)                                # all, or with pytest:
@@ -10,8 +10,8 @@ check_coordination(open_member)                                # all, or with py
 def test_coordination(check): check(open_member)
 ```
 
-All members may live in one process if each has its own instance. The implementation's own tests
-cover ranks in separate processes.
+The suite opens all members in one process, each as an instance of its own. It does not test ranks
+in separate processes: cover those in your own tests.
 """
 
 # ruff: noqa: D103 - checks explain themselves by their names
@@ -113,9 +113,13 @@ def a_register_that_was_only_looked_at_is_free(open_member: OpenMember) -> None:
         keys = [f"end/{number}" for number in range(MANY)]
         expect(two.read(keys), [None] * MANY, "a read of free registers")
         expect(two.read(keys[:1]), [None], "a read of a free register")
-        expect_wait(two.wait(keys[0], 0.0), "a wait for a register that was read", ends=False)
+        expect_wait(
+            two.wait(keys[0], 0.0),
+            "what a wait for a register that was only read returned",
+            ends=False,
+        )
         expect(one.decide(keys[0], b"mine"), b"mine", "what decide returned")
-        expect_wait(two.wait(keys[0], PATIENCE_S), "a wait for a decision", ends=True)
+        expect_wait(two.wait(keys[0], PATIENCE_S), "what a wait for a decision returned", ends=True)
 
 
 @_agreed

@@ -74,7 +74,7 @@ class FsspecConfig(PluginConfig):
     def _usable(cls, url: str) -> str:
         scheme, separator, rest = url.partition("://")
         if not separator or not scheme:
-            msg = "it needs a scheme: s3://bucket/run"
+            msg = "it must begin with a scheme, as in s3://bucket/run"
             raise ValueError(msg)
         if scheme.lower() in S3_SCHEMES:
             bucket = rest.partition("/")[0]

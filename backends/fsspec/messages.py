@@ -100,7 +100,7 @@ def storage_error(
     elif isinstance(error, FileExistsError):
         kind, text = BlobExistsError, "the name is taken"
     elif status == _NO_SUCH_RANGE:
-        kind, text = BlobTruncatedError, "it ends before the range"
+        kind, text = BlobTruncatedError, "it ends before the requested byte range"
     elif isinstance(error, PermissionError) or status in _DENIED:
         text = f"access denied ({text}); check credentials and permissions"
     elif isinstance(error, OSError) and error.errno in _FULL:

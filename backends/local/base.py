@@ -93,7 +93,7 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities. The first call probes direct I/O without leaving a file."""
+        """What this backend can do here. Probes direct I/O if needed, and leaves no file behind."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,

@@ -230,12 +230,15 @@ class Namespace:
         path = os.path.join(self.root, top)
         if top not in _TOPS or not os.path.lexists(path):
             return
-        what = "a symbolic link" if os.path.islink(path) else "no folder"
-        msg = (
-            f"cannot list {prefix} under {self.root}: {path} is {what}, and links below the root "
-            "are not followed. Move the folder itself back, or mount it there (mount --bind); to "
-            "keep a run on another disk, link the whole root"
-        )
+        msg = f"cannot list {prefix} under {self.root}: {path} is "
+        if os.path.islink(path):
+            msg += (
+                "a symbolic link, and links below the root are not followed. Move the folder "
+                "itself back, or mount it there (mount --bind); to keep a run on another disk, "
+                "make the whole root a link"
+            )
+        else:
+            msg += "not a folder. Move the file away, and put the run's folder back"
         raise StorageError(msg)
 
     def _sweep_below(self, top: str, before_s: float) -> None:

@@ -182,7 +182,7 @@ class DelegatingBackend(Backend):
 
 
 class DelegatingWriter(BlobWriter):
-    """Delegates every call to a writer of the wrapped backend, through the backend's hook."""
+    """Delegates every call to a writer of the wrapped backend, through its `around`."""
 
     def __init__(self, backend: DelegatingBackend, name: str, inner: BlobWriter, /) -> None:
         """Wrap `inner`, which writes the blob `name`."""

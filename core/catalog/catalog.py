@@ -132,10 +132,10 @@ class Catalog:
             absent = self._absent_hosts()
         except FormatError:
             absent = ""
-        names = f", which lacks {absent}" if absent else ""
+        names = f" (absent: {absent})" if absent else ""
         return (
-            f"step {record.step} on {self._backend.url} is incomplete: its other files are on no "
-            f"host of this job{names}"
+            f"step {record.step} on {self._backend.url} is incomplete: not all of its files are on "
+            f"the hosts of this job{names}"
         )
 
     def incomplete_from(

@@ -136,12 +136,13 @@ def read_commit(backend: Backend, name: str) -> CommitRecord:
 
 
 def is_whole(backend: Backend, record: CommitRecord) -> bool:
-    """Return whether one tier has a readable record of this checkpoint, with the same uid.
+    """Return whether `backend`, usually a single tier, has a readable record of this checkpoint.
 
-    Does not look at the data: see `has_data`.
+    A record of the same step and generation, but with another uid, does not count. Does not look at
+    the data: see `has_data`.
 
     Raises:
-        StorageError: The tier does not answer.
+        StorageError: `backend` does not answer.
     """
     try:
         return read_commit(backend, commit_name(record.step, record.generation)).uid == record.uid

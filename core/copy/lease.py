@@ -165,8 +165,8 @@ class Lease:
     def check_age(self) -> None:
         """Raise if another copy may have taken over the lease; do no I/O.
 
-        The store may show this copy's record although the lease is lost: a late request to publish
-        it can overwrite the record of the copy that took over.
+        Reading the record is not enough: a late publish by this copy can overwrite the record of
+        the copy that took over, so that the store names this copy although it has lost the lease.
 
         Raises:
             BusyError: The lease was not refreshed for too long.

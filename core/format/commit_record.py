@@ -189,7 +189,8 @@ def decode_intent(data: bytes, name: str) -> IntentRecord:
     """Read and validate an intent.
 
     Raises:
-        FormatError: The record is damaged, of an unknown version, or has another name.
+        FormatError: The record is damaged, has an unknown version, requires an unknown feature, or
+            is stored under a name that does not match its uid.
     """
     body = unseal(data, name)
     fields = Fields(body, name, _INTENT_KEYS)

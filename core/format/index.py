@@ -48,14 +48,17 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
-    """Shards of objects, ascending by path hash; columns of equal length.
+    """The shards of objects, in ascending order of path hash.
+
+    Each column except `bounds` has one entry per shard.
 
     Attributes:
         hashes: Hash of the object's path, uint64.
         parts: Number of the part that has the shard, uint32.
         sections: Number of the section in that part's head, uint32.
         dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
-        bounds: Rows of offset and size, int64: one row for each dimension of each region, in order.
+        bounds: Offset and size, int64: one row for each dimension of each region, in the order of
+            the shards.
         traits: A checksum of the object's description in the part, uint32; 0 if one process saved,
             and in tables from an index.
     """

@@ -47,8 +47,8 @@ class RankPlaces:
 def among(replica: Replica, members: Collection[int]) -> Replica:
     """Return the place of a rank among those of `members` that hold the same data.
 
-    Objects may be on a wider mesh than the ranks that save together. Ranks outside `members` hold
-    the same data and write nothing.
+    The mesh of an object may include ranks that do not take part in this save. They hold the same
+    data but write nothing, so they are not counted.
 
     Args:
         replica: The place of a member among all ranks that hold the same data.

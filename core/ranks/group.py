@@ -539,7 +539,7 @@ class RanksOfJob:
             self._group.close(error)
 
     def _place(self) -> RankPlace | None:
-        """Return the place of this process, without joining the ranks; None: it is alone."""
+        """Return the place of this process, without joining the ranks; None if it is alone."""
         group = self._given if isinstance(self._given, RankGroup) else self._group
         return place_in_job(self._given) if group is None else group.place
 
@@ -611,8 +611,8 @@ def group_of_job(
     holder = _named.get(seat)
     if holder is not None and not holder._closed:  # noqa: SLF001 - of this module
         msg = (
-            f"name={name!r} is that of another checkpointer of this process, which has saved or "
-            "restored and is still open: close it first, or use another name on all ranks"
+            f"name={name!r} is in use by another checkpointer of this process that has saved or "
+            "restored and is still open: close that one first, or use another name on all ranks"
         )
         raise ConfigError(msg)
     meet = partial(

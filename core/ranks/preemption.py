@@ -136,7 +136,9 @@ class AgreedStop:
                 stop = _NEVER if deadline.is_over() else None
                 time.sleep(self._timing.rank_poll_s)
         if stop == _NEVER:
-            log.warning("training does not stop: %s", why)
+            log.warning(
+                "training continues, since the ranks did not agree on a step to stop after: %s", why
+            )
         else:
             self._group.ended(0)  # rank 0 waits for this: the store may be in its process
         return stop

@@ -199,7 +199,10 @@ class Contents:
         return [*self._described(record.path, self._places_of(record.path, within))]
 
     def _places_of(self, path: ObjectPath, within: Region | None) -> Iterable[Place]:
-        """Return the sections with shards of an object that overlap a region, each once."""
+        """Return the sections with shards of an object, each once.
+
+        With `within`, returns only those whose shards may overlap it.
+        """
         rows = self.manifest.rows(path_hash(path))
         return dict.fromkeys(
             place

@@ -235,7 +235,7 @@ class RestoreTogether(Generic[T]):
             here, there = self._asked[key], terms.get(key)
             if here != there:
                 self._refused = terms.get("step")
-                return f"was called for {what}{here}, but rank 0 for {what}{there}"
+                return f"asked for {what}{here}, but rank 0 asked for {what}{there}"
         return ""
 
     def _work(self, session: RankSession[RestoreRound], results: list[T]) -> None:

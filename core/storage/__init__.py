@@ -1,5 +1,4 @@
-"""Backends as the engine uses them: opened from a configuration, checked, limited in time.
+"""Opens backends from a configuration, checks them, and sets time limits on their calls.
 
-Covers opening and wrapping backends, but not the backends or the tiers themselves. Every higher
-package may import this one.
+The backends and the tiers themselves are elsewhere. Every higher package may import this one.
 """

@@ -252,10 +252,10 @@ class Drains:
     # -- what earlier processes left -------------------------------------------------------------
 
     def resume_once(self) -> None:
-        """Start `resume` in the background, once per process.
+        """Register the tiers, and start `resume` in the background; later calls do nothing.
 
         Raises:
-            ConfigError: The tiers are not those of one run in this order.
+            ConfigError: Two tiers are the same place, are swapped, or belong to different runs.
         """
         if not self._resumed:
             self.roots.register()

@@ -65,7 +65,8 @@ class TierRoots:
             despite_pause: Contact even tiers whose calls are paused (see `Outages.ask`).
 
         Raises:
-            ConfigError: The tiers are not those of one run in this order; nothing was written.
+            ConfigError: Two tiers are the same place, are swapped, or belong to different runs;
+                nothing was written.
         """
         with self._lock:
             if len(self._known) == len(self._tiers):

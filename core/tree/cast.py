@@ -14,7 +14,7 @@ _PIECE_BYTES = 1 << 20  # of scratch, for a sink without a view of its memory
 
 
 def may_cast(spec: TensorSpec, stored: TensorSpec) -> bool:
-    """Return whether `cast=` can convert: the specs differ only in the float dtype."""
+    """Return whether `cast=` can convert `stored` to `spec`: only their float dtypes may differ."""
     known = all(FLOAT_DTYPES.get(each.dtype) == each.itemsize for each in (spec, stored))
     return known and spec.dtype != stored.dtype and spec.shape == stored.shape
 

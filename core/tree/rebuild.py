@@ -314,9 +314,9 @@ class Rebuilding(PlaceContext):
             return
         by = self._shippers.get(f"provider {provider.name}")
         msg = (
-            f"{show_path(path) or 'the root'} was written by version {version} of provider "
-            f"{provider.name!r}{f' of {by}' if by else ''}, but {shipped_by(type(provider))} has "
-            f"version {provider.version}: upgrade it"
+            f"{show_path(path) or 'the root'} was written by provider {provider.name!r} version "
+            f"{version}{f' ({by})' if by else ''}, but the provider here, "
+            f"{shipped_by(type(provider))}, has version {provider.version}: upgrade it"
         )
         raise PluginError(msg)
 

@@ -491,7 +491,10 @@ def _refuse_local(local: torch.Tensor, path: ObjectPath) -> None:
 def _subclass_reason(kind: type) -> str:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
-        return f"is a {kind.__name__}: run one forward pass of the lazy module before saving it"
+        return (
+            f"is uninitialized ({kind.__name__}): run one forward pass of its lazy module before "
+            "saving it"
+        )
     if any(base.__module__.startswith("torch.distributed") for base in kind.__mro__):
         return (
             f"is a {kind.__name__}, and Penstock does not know which part of it is on this rank: "

@@ -201,9 +201,9 @@ def _misfit(
     path: ObjectPath,
     context: PlaceContext,
 ) -> Difference | None:
-    """Return the first difference in a part as a difference of the whole tensor.
+    """Return the first difference in a part, reported for the whole tensor; None if all parts fit.
 
-    Otherwise `strict=False` would skip that part and fill the others.
+    If it were reported for the part alone, `strict=False` would skip that part and fill the others.
     """
     for name, part in parts.items():
         for each in placed[name].differences:

@@ -84,12 +84,12 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
         tensor: The tensor; only the shape of its local tensor is read.
         path: Its path in the state, for messages.
         last_cut: The mesh dimension over which `fully_shard` shards the tensor. For a gradient or
-            optimizer state, that is `last_cut_of` its parameter. If it is None, so not known, all
-            orders of cuts that the placements allow must agree.
+            optimizer state, that is `last_cut_of` its parameter. If None (not known), every order
+            of cuts that the placements allow must give every rank the same elements.
 
     Raises:
-        UnsupportedStateError: The tensor is a pending sum, or it is not certain which elements
-            some rank of the mesh holds.
+        UnsupportedStateError: The tensor is a pending sum, or the elements that each rank of the
+            mesh holds cannot be determined or described.
     """
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh

@@ -141,7 +141,11 @@ def memory_key(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view whose elements copy bit by bit; the tensor itself if it has no such view."""
+    """Return a view of a tensor as integers of the same size, so that a copy keeps every bit.
+
+    Returns the tensor itself if there is no such integer type, or if it is a conjugated or negated
+    view.
+    """
     dtype = _CARRIERS.get(tensor.dtype.itemsize)
     return tensor if dtype is None or tensor.is_conj() or tensor.is_neg() else tensor.view(dtype)
 

@@ -93,7 +93,7 @@ def check_declarations(codec: Codec) -> None:
     assert version >= 1, "versions count from 1"
     oldest: object = codec.oldest_readable
     assert type(oldest) is int, f"oldest_readable is {oldest!r}, not an int"
-    assert 1 <= oldest <= version, f"oldest_readable is {oldest}, not 1 to {version}"
+    assert 1 <= oldest <= version, f"oldest_readable is {oldest}, but must be from 1 to {version}"
     assert isinstance(codec.lossless, bool), "lossless must be a bool"
     assert isinstance(codec.needs_base, bool), "needs_base must be a bool"
     assert isinstance(codec.config, codec.Config), "config must be an instance of Config"

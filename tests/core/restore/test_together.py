@@ -242,16 +242,16 @@ def test_objects_of_other_stages_are_not_unexpected(runs, caplog):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda r, s: r.restore(s, 100), "was called for step 100, but rank 0 for step latest"),
-        (lambda r, _: r.load(), "was called for load, but rank 0 for restore"),
-        (lambda r, s: r.restore(s, on_damage="fallback"), "was called for on_damage"),
+        (lambda r, s: r.restore(s, 100), "asked for step 100, but rank 0 asked for step latest"),
+        (lambda r, _: r.load(), "asked for load, but rank 0 asked for restore"),
+        (lambda r, s: r.restore(s, on_damage="fallback"), "asked for on_damage"),
         (
             lambda r, s: r.restore(s, include="w"),
-            "was called for the selection include=['w'], but rank 0 for the selection of every",
+            "asked for the selection include=['w'], but rank 0 asked for the selection of every",
         ),
         (
             lambda r, s: r.restore(s, exclude=[f"none{n}" for n in range(99)]),
-            "was called for the selection exclude=['none0', 'none1', ",
+            "asked for the selection exclude=['none0', 'none1', ",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_provider_overriding_only_place_gets_single_calls():
 def test_data_of_a_later_provider_version_is_refused():
     stored = saved({"t": named()})
     tree = replace(stored.tree, providers={"tensor": TensorProvider.version + 1})
-    with pytest.raises(PluginError, match=r"^t/0 was written by version .*: upgrade it"):
+    with pytest.raises(PluginError, match=r"^t/0 was written by provider .*: upgrade it"):
         replace(stored, tree=tree).plan({"t": named()})
 
 

@@ -161,7 +161,7 @@ def test_a_name_has_one_open_checkpointer_per_process():
     def work(rank):
         with Checkpointer(store, name="n") as first, Checkpointer(store, name="n") as second:
             first.save({"x": 1}, 1, mode="blocking")
-            with pytest.raises(ConfigError, match="name='n' is that of another checkpointer"):
+            with pytest.raises(ConfigError, match="name='n' is in use by another checkpointer"):
                 second.save({"x": 2}, 2, mode="blocking")
             assert second.steps() == [1]
             with Checkpointer(store, name="m") as other:  # unnamed ones would have another order
