@@ -86,10 +86,16 @@ def use(engine: Any, url: str | Path | None = None, **options: Any) -> PenstockE
         )
         raise ConfigError(msg)
     if engine.use_node_local_storage():
-        msg = "with use_node_local_storage no rank sees all files: remove it from the config"
+        msg = (
+            "use_node_local_storage puts files where other ranks cannot read them: remove it from "
+            "the config"
+        )
         raise ConfigError(msg)
     if engine.zero_nvme_offload_optimizer():
-        msg = "DeepSpeed itself saves an optimizer that is offloaded to NVMe: offload it to the CPU"
+        msg = (
+            "Penstock cannot save an optimizer that DeepSpeed offloads to NVMe: offload it to the "
+            "CPU"
+        )
         raise ConfigError(msg)
     adapter = PenstockEngine(engine.checkpoint_engine, url=url, **options)
     engine.checkpoint_engine = adapter

@@ -151,14 +151,14 @@ def is_whole(backend: Backend, record: CommitRecord) -> bool:
 
 
 def has_data(backend: Backend, record: CommitRecord) -> bool:
-    """Return whether one place lists all files of a checkpoint, according to its record.
+    """Return whether `backend` lists all files of a checkpoint with the sizes in its record.
 
-    Compares the lengths of index, parts and borrowed blobs, and the sum of the own blobs. Also
-    returns False if there is a foreign file among the blobs, or the table of borrowed blobs is
-    damaged.
+    The record has the size of the index, of each part and of each borrowed blob, but only the total
+    size of the checkpoint's own blobs. Also returns False if there is a foreign file among the
+    blobs, or the table of borrowed blobs is damaged.
 
     Raises:
-        StorageError: The place does not answer.
+        StorageError: `backend` does not answer.
     """
     return has_files(backend, record, sizes_of(backend, record))
 

@@ -241,11 +241,15 @@ class LogReplay:
             for group, options in zip(optimizer.param_groups, steps[0]["options"], strict=False)
         ]
         logged = with_groups(optimizer, groups, vars(optimizer))
-        if any(e != engines[0] for e in engines) or replayer.unit(logged) is not Unit.ELEMENT:
+        kind = type(optimizer).__name__
+        if any(engine != engines[0] for engine in engines):
+            msg = f"the ranks that wrote the log did not all step {kind} in the same way: {engines}"
+            raise NotLoggedError(msg)
+        if replayer.unit(logged) is not Unit.ELEMENT:
             msg = (
-                "the ranks hold other shards of the parameters than the ranks that wrote the log, "
-                f"and a step of {type(optimizer).__name__} can be repeated only on the same shards "
-                "(as with fused=True)"
+                f"the log was written with different shards of the parameters, and steps of {kind} "
+                "can be repeated only with the same shards; unfused steps of most optimizers can "
+                "be repeated with any"
             )
             raise NotLoggedError(msg)
         parameters = [group["params"] for group in optimizer.param_groups]

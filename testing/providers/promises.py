@@ -62,7 +62,7 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
     assert len(set(provider.forms)) == len(provider.forms), "a form is declared twice"
     for other in providers.all():
         shared = set(provider.forms) & set(other.forms) if other is not provider else ()
-        assert not shared, f"{other.name} declares {shared} too: forms are unique"
+        assert not shared, f"{other.name} declares {shared} too: a form must belong to one provider"
     for kind in (type("Stranger", (), {}), object):
         assert provider.claims(kind) is None, (
             f"claims {kind.__name__}, an unknown type: return None"

@@ -450,7 +450,7 @@ broken("declares api_version 2", "OtherVersion", api_version=2)
 broken("needs a name", "Nameless", name="")
 broken("versions count from 1", "VersionZero", version=0)
 broken("forms is a tuple", "OneFormAsText", forms="good-mean")
-broken("forms are unique", "TakesOurForm", forms=(*Good.forms, "tensor"))
+broken("a form must belong to one provider", "TakesOurForm", forms=(*Good.forms, "tensor"))
 broken("an unknown type", "ClaimsEverything", Ring, claims=claim(60, 1))
 broken("good-mean", "FormIsNotDeclared", forms=("good-ring",))
 

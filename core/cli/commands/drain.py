@@ -272,8 +272,11 @@ def _print(outcome: DrainOutcome) -> None:
         )
     lost = {step for state in states for step in state.lost}
     for steps, what in (
-        (sorted({r.step for r in left if r.step not in lost}), "; the same command continues"),
-        (sorted({r.step for r in left if r.step in lost}), ", once the cause is removed"),
+        (
+            sorted({r.step for r in left if r.step not in lost}),
+            "; run the command again to continue",
+        ),
+        (sorted({r.step for r in left if r.step in lost}), "; remove the reported cause first"),
     ):
         if steps:
             print_line(

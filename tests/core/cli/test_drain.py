@@ -136,8 +136,8 @@ def test_a_conflicting_checkpoint_is_reported_with_a_remedy(call, run):
     printed = " ".join(done.out.split())
     text = "step 1 is a different checkpoint in tier durable: `penstock delete URL 1 --tier"
     assert text in printed
-    assert "still to be copied: steps 1, once the cause is removed" in printed
-    assert "the same command continues" not in printed
+    assert "still to be copied: steps 1; remove the reported cause first" in printed
+    assert "run the command again" not in printed
 
 
 def test_deleting_in_one_tier_spares_the_others(call, run):
