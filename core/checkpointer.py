@@ -582,14 +582,15 @@ class Checkpointer:
     ) -> VerifyReport:
         """Read a checkpoint and its log, compare all checksums and report all damage.
 
-        With `repair`, the log is left out, as it is by `open(step).verify()`.
+        `open(step).verify()` leaves out the log.
 
         Args:
             step: A step, or `"latest"`.
             deep: Whether to read and decode every frame. If False, only the manifest and the sizes
                 of the blobs are checked.
             repair: With tiers, whether to replace each damaged copy from a good copy, which is
-                verified first. Then `report.ok` means that every copy is whole at the end.
+                verified first. Then `report.ok` means that every copy, and the log, is whole at the
+                end. A log has no copy, so it cannot be repaired.
             on_progress: As for `restore`.
 
         Raises:

@@ -231,7 +231,8 @@ class Reader:
                 checkpoint, self._repairs, deep=deep, on_progress=on_progress
             )
         else:
-            report = more(checkpoint, checkpoint.verify(deep=deep, on_progress=on_progress))
+            report = checkpoint.verify(deep=deep, on_progress=on_progress)
+        report = more(checkpoint, report)
         self._events.emit(VerifyEvent("verified", report.step, report))
         return report
 

@@ -145,8 +145,10 @@ def _verified(
         damaged = tuple(Damage(name, str(error)) for name in error.damaged or (f"step {step}",))
         return VerifyReport(step, False, damaged, 0, 0, 0, deep, 0.0)
     if repairs is None:
-        return with_log(checkpoint, checkpoint.verify(deep=deep, on_progress=on_progress))
-    return verify_and_repair(checkpoint, repairs, deep=deep, on_progress=on_progress)
+        report = checkpoint.verify(deep=deep, on_progress=on_progress)
+    else:
+        report = verify_and_repair(checkpoint, repairs, deep=deep, on_progress=on_progress)
+    return with_log(checkpoint, report)
 
 
 def _links(reports: Sequence[VerifyReport]) -> dict[LendingSave, list[int]]:

@@ -253,6 +253,17 @@ def test_repair_of_the_base_keeps_its_log(run):
     run.resumes_at(3)
 
 
+def test_damage_of_the_log_is_reported_with_a_repair(run):
+    with run.open() as ckpt:
+        run.train(ckpt, 1, 3, save_at=(1,))
+    (segment,) = run.fast.glob("data/*/log/*")
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 4] ^= 1  # of the first of two entries
+    segment.write_bytes(data)
+    with run.open() as ckpt:
+        assert not ckpt.verify(1, repair=True).ok
+
+
 def test_log_of_a_run_that_gets_a_faster_tier_is_replayed(run, tmp_path):
     with penstock.Checkpointer(run.durable) as ckpt:
         training = run.train(ckpt, 1, 3, save_at=(1,))
