@@ -45,7 +45,7 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import Kind, Role, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
@@ -140,6 +140,7 @@ class Recorder:
         self._writing: _Writing | None = None
         self._known = Known()
         self._keys: frozenset[str] = frozenset()  # of the saved or restored state
+        self._obstacle: Callable[[], str] | None = None  # see `begin_after_restore`
         self._cuts: dict[object, Cut] = {}
         self._busy = self._interrupted = False  # see `_alone`
         # For each parameter that no optimizer changes: the memory, version and sample that it had
@@ -212,6 +213,7 @@ class Recorder:
         *,
         session: str,
         previous: bytes = FIRST,
+        obstacle: Callable[[], str] = str,
     ) -> None:
         """From now on, log the steps that follow a restored step.
 
@@ -221,12 +223,15 @@ class Recorder:
             state: The state tree.
             session: See `EntryHeader`.
             previous: The digest of the last replayed entry; `FIRST` if none was replayed.
+            obstacle: Called at the first call of `log`; returns why no step can be logged, or
+                nothing.
         """
         self._drop(self._logs)
         self._stored.clear()
         # A run that has a log will log again: keep gradients before its first call of `log`.
         self._watch.keeps = self._watch.keeps or previous != FIRST
         self._begin(_Log(uid, step, self._writer(uid, session, previous)), state)
+        self._obstacle = obstacle
 
     def skipped(self, state: Mapping[str, Any], step: int) -> None:
         """Log a step whose save was skipped, if steps are logged."""
@@ -267,6 +272,10 @@ class Recorder:
     def _log(self, state: Mapping[str, Any], step: int) -> bool:
         number = valid_step(step)
         self._watch.keeps = True
+        if self._obstacle is not None:
+            obstacle, self._obstacle = self._obstacle, None
+            if why := obstacle():
+                self.pause(why)
         self._settle()
         if self.ended:
             if self._rounded not in {"", self._warned}:
@@ -286,8 +295,8 @@ class Recorder:
             raise
         if self._writing is None:
             self._writing = _Writing(self, self._workers, self._config, self._registry)
+        self._last = number  # first: the log thread may end the log at once
         self._writing.put(entry, [log.writer for log in self._logs])
-        self._last = number
         return not self.ended
 
     def end(self, reason: str, *, refuted: bool = False) -> None:
@@ -369,7 +378,7 @@ class Recorder:
         return SegmentWriter(fastest, uid, rank, world_size, session=session, previous=previous)
 
     def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
-        self._keys = frozenset(state)
+        self._keys, self._obstacle = frozenset(state), None
         self._logs = [*self._logs, begun]
         self._last = begun.step
         self._skipped = _DIGEST_EVERY

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.catalog.survey import places_of
@@ -22,7 +23,7 @@ from penstock.core.errors import (
     RestoreMismatchError,
     SelectionError,
 )
-from penstock.core.format.segment import log_prefix
+from penstock.core.format.segment import FIRST, log_prefix
 from penstock.core.log.grads import NotLoggedError
 from penstock.core.log.inventory import base_of, noting
 from penstock.core.log.recorder import Recorder
@@ -193,29 +194,26 @@ class RunLog:
             # Each tier numbers its own segments, so a new segment in the fastest tier could get
             # the name of one in the slower tier, and hide it.
             self.recorder.pause("the log is not in the fastest tier: save first")
-        elif later := self._later(step, report, base):
-            self.recorder.pause(
-                f"the store has later checkpoints, such as step {later}: call rewind({base}) first"
-            )
         elif not self._continues:
             self.recorder.pause("other ranks have logged the replayed steps: save first")
-        elif last is None:
-            self.recorder.begin_after_restore(report.uid, report.step, state, session=session)
         else:
-            digest = last.header.digest
             self.recorder.begin_after_restore(
-                report.uid, report.step, state, session=session, previous=digest
+                report.uid,
+                report.step,
+                state,
+                session=session,
+                previous=FIRST if last is None else last.header.digest,
+                obstacle=partial(self._obstacle, base),
             )
         return report
 
-    def _later(self, step: int | str, report: RestoreReport, base: int) -> int | None:
-        """Return the newest checkpoint after `base`; None if there is none.
-
-        A restore would find that checkpoint, and not the log after `base`.
-        """
-        if step == "latest" and not report.fell_back_from:
-            return None
-        return max((saved for saved in self._catalog.entries() if saved > base), default=None)
+    def _obstacle(self, base: int) -> str:
+        """Return why no log may follow the restored checkpoint of `base`; empty if one may."""
+        later = max((saved for saved in self._catalog.entries() if saved > base), default=None)
+        if later is None:
+            return ""
+        # A restore would find that checkpoint, and not this log.
+        return f"the store has later checkpoints, such as step {later}: call rewind({base}) first"
 
     @contextlib.contextmanager
     def noting(self, step: int | str) -> Iterator[None]:

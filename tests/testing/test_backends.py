@@ -383,6 +383,10 @@ broken(check.reading_what_is_not_there_says_so, "BackgroundErrorsAreLost",
        submit_read=lambda s, requests: (ignoring(Good.read)(s, requests), done())[1])
 broken(check.synced_bytes_are_readable_while_the_blob_grows, "SyncsNothing",
        writer={"sync": lambda self, length: None})
+broken(check.synced_bytes_stay_after_an_abort, "AbortDeletesSyncedBytes", writer={
+    "synced": False,
+    "sync": lambda w, length: (w.inner.sync(length), setattr(w, "synced", True))[0],
+    "abort": lambda w: (w.inner.abort(), w.store.delete([w.name] if w.synced else []))[0]})
 broken(check.another_instance_sees_sealed_blobs, "ListsOneLevel", list=lambda s, prefix: [
     info for info in s.inner.list(prefix) if "/" not in info.name[len(prefix):]])
 broken(check.capabilities_are_sane_and_steady, "AlignmentIsNoPowerOfTwo",

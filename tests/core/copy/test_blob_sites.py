@@ -385,7 +385,7 @@ def test_a_copy_never_replaces_a_blob_that_others_need(chain, workers, lent):
     bad = data[:-1] if lent == "cut off" else bytes(len(data))
     target.delete([name])
     target.publish(name, bad)
-    with pytest.raises(BusyError, match="other checkpoints there need"):
+    with pytest.raises(BusyError, match="needed by other checkpoints there"):
         copy_of(chain, target, workers, 1).run()
     assert target.read_record(name, limit_bytes=1 << 30) == bad
     assert Catalog(target).steps() == [2]
