@@ -388,23 +388,27 @@ class CaptureRun:
             is_needed = self.handed_on.qsize() < _QUEUED and not self._staging.is_being_touched
             return lendable and is_awaited() and is_needed
 
-        while (block := self._staging.acquire(chunk.length, chunk.phase)) is None:
+        while True:
+            # Asked first, since `acquire` may fail right before the last piece is touched.
+            is_short = not self._staging.is_being_touched
+            block = self._staging.acquire(chunk.length, chunk.phase)
+            if block is not None:
+                return block
             self._raise_if_cancelled()
             # Memory that is being touched is ready soon; a store may stall for minutes.
-            if not self._staging.is_being_touched:
+            if is_short:
                 self._need_writer()
                 self._staging.was_short = self._staging.was_short or is_awaited()
             # A thread that waits for staging must hold none, or two threads could wait for each
             # other forever: finish the copies in flight and hand them on first.
             self._flush()
-            if may_be_lent():
+            if is_short and may_be_lent():
                 if self._lend(index):
                     return None
                 lendable = False
             self._staging.wait(
                 lambda: bool(self._error) or may_be_lent(), self._workers.timing.staging_poll_s
             )
-        return block
 
     def _hand_on(self, captured: Captured, copies: list[PendingCopy]) -> None:
         """Hand a chunk on in order, once its `copies` from devices have landed."""

@@ -409,6 +409,29 @@ def test_nothing_is_lent_while_staging_is_being_touched():
     assert not thread.is_alive()
 
 
+def test_nothing_is_lent_if_touching_ends_right_after_staging_was_refused():
+    may_go_on = threading.Event()
+
+    class TouchedTooLate(Staging):
+        def acquire(self, length, phase):
+            block = super().acquire(length, phase)
+            while block is None and self.is_being_touched:
+                may_go_on.set()
+            return block
+
+    staging = TouchedTooLate(8 * MIB, populate=lambda *_: may_go_on.wait(60))
+    staging.expect(8 * MIB)
+    staging.touch()
+    run = Run((Host(8 * MIB - CHUNK), NOW), staging=staging)
+    thread, join = in_background(run.capture.take_now)
+    while thread.is_alive() and not run.writer_needed.is_set():
+        thread.join(0.1)
+    run.give_back()
+    assert join() is None
+    assert not run.writer_needed.is_set()
+    assert run.capture.straight_bytes == 0
+
+
 @pytest.mark.parametrize(
     "source",
     [Host(6 * CHUNK, flat=False), Host(6 * CHUNK, version=None)],
