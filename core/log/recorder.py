@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from penstock.core.abc import ByteSource, StateObject
+from penstock.core.abc import ByteSource, Node, StateObject
 from penstock.core.catalog.survey import places_of
 from penstock.core.errors import CommitUnknownError, ConfigError, PenstockError
 from penstock.core.foreign import said
@@ -45,12 +45,12 @@ from penstock.core.tree.paths import show_path
 from penstock.core.types import Kind, Role, valid_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch.optim import Optimizer
 
-    from penstock.core.abc import Backend, Node, PendingCopy
+    from penstock.core.abc import Backend, PendingCopy
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.log.grads import Cut
@@ -502,15 +502,19 @@ class Recorder:
         """
         lengths = {len(root) for root in roots}
         rest: list[StateObject | Node] = []
+        left: list[ObjectPath] = []
         for entry in description.entries:
             if any(entry.path[:length] in roots for length in lengths):
                 continue
             if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE:
                 rest.append(entry)
-            elif entry.same_as is None:
+            elif entry.same_as is not None:
+                left.append(entry.path)
+            else:
                 memory = entry.source.memory
                 if memory is not None and memory.storage in claimed:
                     if self._watch.covers(memory, _itemsize(entry)):
+                        left.append(entry.path)
                         continue
                     msg = (
                         f"{show_path(entry.path)} has memory beside that of parameters of an "
@@ -519,12 +523,13 @@ class Recorder:
                     raise NotLoggedError(msg)
                 # Not buffers: operations such as batch norm change a buffer but not its version.
                 if entry.role is Role.PARAMETER and self._is_stored(entry):
+                    left.append(entry.path)
                     continue
                 if entry.source.nbytes != entry.spec.nbytes:
                     msg = f"{show_path(entry.path)} is sharded, and no optimizer changes it"
                     raise NotLoggedError(msg)
                 rest.append(entry._replace(source=CopiedSource(entry.source)))
-        return rest
+        return _whole_or_absent(rest, left)
 
     def _is_stored(self, parameter: StateObject) -> bool:
         """Return whether the base or an earlier entry has the parameter's value; record it."""
@@ -604,6 +609,34 @@ def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) ->
         for key, value in state.items()
         if id(value) not in own and not has_only(value, stepped)
     }
+
+
+def _whole_or_absent(
+    rest: list[StateObject | Node], left: Iterable[ObjectPath]
+) -> list[StateObject | Node]:
+    """Return `rest` without values of which every object is in `left`.
+
+    Only for values that are restored whole or not at all; their nodes count their objects.
+
+    Raises:
+        NotLoggedError: Only a part of such a value is in `left`.
+    """
+    wholes = {e.path for e in rest if isinstance(e, Node) and "objects" in e.meta}
+    lengths = {len(path) for path in wholes}
+    absent = {path[:n]: path for path in left for n in lengths if path[:n] in wholes}
+    if not absent:
+        return rest
+    for entry in rest:
+        for n in lengths if isinstance(entry, StateObject) else ():
+            if entry.path[:n] in absent:
+                msg = (
+                    f"{show_path(entry.path[:n])} is restored whole or not at all, but its part "
+                    f"{show_path(absent[entry.path[:n]])} is elsewhere in the state or is changed "
+                    "by an optimizer: put models and optimizers into the state under their own "
+                    "keys, not inside such an object"
+                )
+                raise NotLoggedError(msg)
+    return [e for e in rest if not any(e.path[:n] in absent for n in lengths)]
 
 
 class _Writing:

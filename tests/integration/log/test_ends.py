@@ -328,6 +328,34 @@ def test_buffer_in_the_memory_of_parameters_ends_the_log(tmp_path, caplog):
     assert "state/count has memory beside that of parameters" in caplog.text
 
 
+class Trainer:
+    """Stores a model with its own state, as trainers of other frameworks do."""
+
+    def __init__(self, model):
+        self.model, self.epoch = model, 0
+
+    def state_dict(self):
+        return {"model": self.model.state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["model"])
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.parametrize("place", ["also", "only"])
+def test_object_that_contains_the_model_ends_the_log(tmp_path, caplog, place):
+    training = Training()
+    state = {**training.state, "trainer": Trainer(training.model)}
+    if place == "only":
+        del state["model"]
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        training.step()
+        ckpt.save(state, 1, mode="blocking")
+        training.step()
+        assert not ckpt.log(state, 2)
+    assert "state/trainer is restored whole or not at all, but its part" in caplog.text
+
+
 def clamp(optimizer, *_):
     with torch.no_grad():
         for group in optimizer.param_groups:

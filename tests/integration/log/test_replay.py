@@ -374,6 +374,31 @@ def test_frozen_weights_are_not_logged_and_changed_ones_are(tmp_path):
     assert equal(bits, other.bits())
 
 
+def test_frozen_quantized_weights_are_logged_once(tmp_path):
+    reason = "needs torchao, which `pip install .[dev]` brings"
+    quantization = pytest.importorskip("torchao.quantization", reason=reason)
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 1))
+        quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+        model[0].requires_grad_(False)
+        return {"model": model, "optimizer": torch.optim.AdamW(model[1].parameters())}
+
+    state = make(0)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(state, 0)
+        for number in range(1, 5):
+            state["optimizer"].zero_grad()
+            state["model"](torch.randn(8, 64)).square().mean().backward()
+            state["optimizer"].step()
+            assert ckpt.log(state, number)
+    other, inputs = make(1), torch.randn(8, 64)
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.restore(other).replayed_steps == 4
+    assert torch.equal(state["model"](inputs), other["model"](inputs))
+
+
 @pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach", "SGD fused"])
 def test_gradients_keep_their_memory_format(tmp_path, kind):
     def make(seed):
