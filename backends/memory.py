@@ -80,7 +80,9 @@ class MemoryBackend(Backend):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities: no alignment, exclusive publish, a store that ends with the process."""
-        return Capabilities(preferred_parallel=1, appends=True, local=True, outlives_process=False)
+        return Capabilities(
+            preferred_parallel=1, appends=True, renames=True, local=True, outlives_process=False
+        )
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
         """See `Backend.create`."""
@@ -146,6 +148,14 @@ class MemoryBackend(Backend):
             for name in names:
                 self._store.blobs.pop(name, None)
                 self._store.unsealed.pop(name, None)
+
+    def rename(self, old: str, new: str, /) -> None:
+        """See `Backend.rename`."""
+        self._check(new)
+        blob = self._find("rename", old)
+        with self._store.lock:
+            self._store.blobs[new] = blob
+            self._store.blobs.pop(old, None)
 
     def close(self) -> None:
         """See `Backend.close`. A named store outlives its backends."""

@@ -216,6 +216,7 @@ class Capabilities:
         ordered: Whether the store can only append. Then core writes a blob one request at a time,
             each at or after the end of the previous one, and the backend fills gaps with zeros.
         appends: Whether an unsealed blob can be made durable and readable (`BlobWriter.sync`).
+        renames: Whether `Backend.rename` gives sealed blobs another name.
         local: Whether blobs are in memory or files of this machine.
         outlives_process: Whether other processes can read the stored data, even after this process
             exits or crashes. False for data in memory of this process.
@@ -232,6 +233,7 @@ class Capabilities:
     exclusive_publish: bool = True
     ordered: bool = False
     appends: bool = False
+    renames: bool = False
     local: bool = False
     outlives_process: bool = True
     prefers_huge_pages: bool = False

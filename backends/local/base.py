@@ -101,6 +101,7 @@ class LocalBackend(Backend):
             offset_alignment=PAGE_BYTES,
             preferred_parallel=self._parallel,
             appends=True,
+            renames=True,
             local=True,
             prefers_huge_pages=refusal is None and self._is_virtio,
             notes=() if refusal is None else (f"page cache in use: {refusal}",),
@@ -198,6 +199,11 @@ class LocalBackend(Backend):
         """See `Backend.delete`. Also removes folders that become empty."""
         self._check_open()
         self._names.delete(names)
+
+    def rename(self, old: str, new: str, /) -> None:
+        """See `Backend.rename`."""
+        self._check_open()
+        self._names.rename(old, new)
 
     def check_writable(self) -> None:
         """Check that the root, or its nearest existing parent, can be written."""

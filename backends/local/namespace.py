@@ -174,6 +174,25 @@ class Namespace:
                 raise storage_error(error, "delete", names[start], self.root) from error
             start = stop
 
+    def rename(self, old: str, new: str) -> None:
+        """See `Backend.rename`."""
+        check_blob_name(old)
+        check_blob_name(new)
+        try:
+            with self._folders(old) as source:
+                before = old.rpartition("/")[2], new.rpartition("/")[2]
+                _, folders = self._make(
+                    new,
+                    lambda folder: os.rename(*before, src_dir_fd=source.last, dst_dir_fd=folder),
+                )
+                try:
+                    folders.sync()
+                finally:
+                    folders.close()
+                source.sync()
+        except OSError as error:
+            raise storage_error(error, "rename", old, self.root) from error
+
     def free_bytes(self) -> int:
         """Return the free bytes at the root or its nearest existing parent."""
         folder = self.root

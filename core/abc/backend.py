@@ -323,6 +323,17 @@ class Backend(ABC):
         """
         return ()
 
+    def rename(self, old: str, new: str, /) -> None:
+        """Give a sealed blob another name, atomically and durably; replace a blob of that name.
+
+        Optional: called only if `Capabilities.renames` is set.
+
+        Raises:
+            BlobNotFoundError: `old` does not exist.
+        """
+        msg = f"cannot rename {old} to {new}: this store does not rename"
+        raise StorageError(msg)
+
     def free_bytes(self) -> int | None:
         """Return the free space in bytes; None if the store does not know it.
 

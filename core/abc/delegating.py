@@ -32,6 +32,7 @@ Operation: TypeAlias = Literal[
     "list",
     "stat",
     "delete",
+    "rename",
     "tiers",
     "free_bytes",
     "check_writable",
@@ -158,6 +159,10 @@ class DelegatingBackend(Backend):
     def delete(self, names: Sequence[str], /) -> None:
         """See `Backend.delete`."""
         self.around("delete", tuple(names), lambda: self.inner.delete(names))
+
+    def rename(self, old: str, new: str, /) -> None:
+        """See `Backend.rename`."""
+        self.around("rename", (old, new), lambda: self.inner.rename(old, new))
 
     def free_bytes(self) -> int | None:
         """See `Backend.free_bytes`."""

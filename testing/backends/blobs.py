@@ -502,6 +502,21 @@ def synced_bytes_stay_after_an_abort(open_root: OpenRoot) -> None:
 
 
 @promise
+@declared(lambda capabilities: capabilities.renames, "renames of blobs (renames)")
+def renamed_blob_has_only_its_new_name(open_root: OpenRoot) -> None:
+    with closing(open_root("renamed")) as backend, closing(open_root("renamed")) as other:
+        for data in (pattern(5000), pattern(3000)[::-1]):  # the second replaces the first
+            writer = backend.create("data/one/old.raw")
+            writer.write([WriteRequest(0, (memoryview(data),))])
+            writer.seal(len(data))
+            backend.rename("data/one/old.raw", "data/two/new.raw")
+            expect_equal(read_all(other, "data/two/new.raw", len(data)), data)
+            expect_names(other, "", ["data/two/new.raw"])
+        with raises(BlobNotFoundError, by="rename of a blob that does not exist"):
+            backend.rename("data/one/old.raw", "data/two/new.raw")
+
+
+@promise
 def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
     with closing(open_root("capabilities")) as backend:
         before: object = backend.capabilities  # its constructor refuses values that core cannot use
@@ -525,5 +540,6 @@ ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     another_instance_sees_sealed_blobs,
     synced_bytes_are_readable_while_the_blob_grows,
     synced_bytes_stay_after_an_abort,
+    renamed_blob_has_only_its_new_name,
     capabilities_are_sane_and_steady,
 )

@@ -70,7 +70,8 @@ def test_each_call_runs_the_hook_once_and_reaches_the_inner_backend(store):
     assert store.read_record("record", limit_bytes=9) == b"{}"
     assert store.list("") == inner.list("")
     assert store.stat("blob") == inner.stat("blob")
-    store.delete(["record"])
+    store.rename("record", "moved")
+    store.delete(["moved"])
     assert [info.name for info in inner.list("")] == ["blob"]
     store.create("other").abort()
     answers = (store.url, store.capabilities, store.direct_io, store.tiers, store.free_bytes())
