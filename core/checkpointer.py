@@ -40,6 +40,7 @@ from penstock.core.schedule.scheduler import Scheduler
 from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
+from penstock.core.tiers.host_copies import HostCopies
 from penstock.core.tree.select import Selection
 from penstock.core.types import show_value, valid_step
 
@@ -133,7 +134,6 @@ class Checkpointer:
         # Reader and saver hold this separate object, not the checkpointer itself: such a cycle
         # would keep a dropped checkpointer until the next garbage collection.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
-        self._roots = RootsOfJob(store, self._ranks, network=config.rank_network)
         self._events = EventStream(on_event)
         self._drains: Drains | None = None
         if store.tiers:
@@ -156,6 +156,10 @@ class Checkpointer:
             has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
+        self._copies = HostCopies(store, self._catalog, ranks=self._ranks, workers=self._workers)
+        self._roots = RootsOfJob(
+            store, self._ranks, network=config.rank_network, pull=self._copies.pull
+        )
         self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
             self._backend,
@@ -165,6 +169,7 @@ class Checkpointer:
             workers=self._workers,
             events=self._events,
             tiers=self._drains,
+            copies=self._copies,
             earlier=EarlierReader(registry),
             ranks=self._ranks,
             on_report=self._scheduler.reported,
@@ -779,6 +784,8 @@ class Checkpointer:
             if self._drains is not None:
                 self._drains.settle()
                 self._drains.close()
+            self._copies.settle()
+            self._copies.close()
             self._ranks.settle()
             self._roots.close(sys.exc_info()[1])
         except BaseException:
@@ -839,7 +846,8 @@ class Checkpointer:
                 "open another one there, or start processes with the method `spawn`"
             )
             raise SaverClosedError(msg)
-        self._roots.join()
+        if self._roots.join():
+            self._copies.begin()
 
     def _check_may_save(self) -> None:
         self._check_open()

@@ -15,11 +15,11 @@ from penstock.core.abc import (
     HOST_NAME,
     Backend,
     Deadline,
-    DelegatingBackend,
     HostRecord,
     HostRoot,
     HostRoots,
     PluginConfig,
+    SizeBytes,
     call_all_with_deadline,
     current_timing,
     encode_host,
@@ -57,7 +57,11 @@ class HostsConfig(PluginConfig):
     Attributes:
         path: The path, URL or table of the root on this host. Each host must have a place of its
             own there, not a shared one.
-        copies: The number of other hosts that hold a copy of a host's data; must be 0 for now.
+        copies: The number of other hosts that hold a copy of each host's data.
+        domain: A label such as the rack. Hosts with the same label may fail together, so copies go
+            to a host with another label if there is one. Default: each host is on its own.
+        copy_bytes_per_s: Maximum bytes per second that a host copies from others; None sets no
+            limit.
         experimental: Must be true: this backend can still lose checkpoints when hosts come and go.
     """
 
@@ -65,10 +69,12 @@ class HostsConfig(PluginConfig):
 
     path: str | dict[str, Any] = Field(repr=False)  # may hold credentials
     copies: int = Field(default=0, ge=0)
+    domain: str = ""
+    copy_bytes_per_s: SizeBytes | None = Field(default=None, gt=0)
     experimental: bool = False
 
 
-class HostsBackend(DelegatingBackend, HostRoots):
+class HostsBackend(HostRoots):
     """Writes to the root of this host; reads, lists and deletes in the roots of all hosts.
 
     Names of blobs and parts contain the uid of the save and the rank, so only records have the same
@@ -91,13 +97,14 @@ class HostsBackend(DelegatingBackend, HostRoots):
                 "docs/tiers.md). Set experimental = true to try it with data that may be lost"
             )
             raise ConfigError(msg)
-        if config.copies:
-            msg = f"copies = {config.copies} is not supported yet: set copies = 0"
-            raise ConfigError(msg)
         if root.tiers:
             msg = "path must be one place, not tiers: make hosts the fast tier of a tiered backend"
             raise ConfigError(msg)
+        if config.copies and not root.capabilities.renames:
+            msg = f"{root.url} cannot hold copies of other hosts: path must be a folder"
+            raise ConfigError(msg)
         super().__init__(root)
+        self._config = config
         self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
         self._newest = 0
         self._may_begin = self._joined = False
@@ -129,6 +136,26 @@ class HostsBackend(DelegatingBackend, HostRoots):
     def own(self) -> Backend:
         """The root of this host."""
         return self.inner
+
+    @property
+    def roots(self) -> tuple[HostRoot, ...]:
+        """See `HostRoots.roots`."""
+        return self._roots
+
+    @property
+    def copies(self) -> int:
+        """See `HostRoots.copies`."""
+        return self._config.copies
+
+    @property
+    def domain(self) -> str:
+        """See `HostRoots.domain`."""
+        return self._config.domain
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """See `HostRoots.copy_bytes_per_s`."""
+        return self._config.copy_bytes_per_s
 
     def absent(self) -> tuple[str, ...]:
         """See `HostRoots.absent`."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.abc.delegating import DelegatingBackend
+from penstock.core.abc.tiers import Tier
 from penstock.core.errors import BlobNotFoundError, FormatError, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.core.abc.backend import Backend
 
@@ -34,14 +35,18 @@ class HostRoot(NamedTuple):
         host: The name of the host.
         epoch: The epoch of the root; 0 if no job has saved there.
         backend: The root.
+        domain: Hosts with equal domains may fail together.
+        ask: Asks that host to copy files of a checkpoint; None for the root of this host.
     """
 
     host: str
     epoch: int
     backend: Backend
+    domain: str = ""
+    ask: Callable[[bytes], None] | None = None
 
 
-class HostRoots(ABC):
+class HostRoots(DelegatingBackend, ABC):
     """A backend that writes to the root of this host, and reads the roots of all hosts.
 
     Until `join`, the root of this host is the only one.
@@ -51,6 +56,26 @@ class HostRoots(ABC):
     @abstractmethod
     def own(self) -> Backend:
         """The root of this host."""
+
+    @property
+    @abstractmethod
+    def roots(self) -> Sequence[HostRoot]:
+        """The roots of all hosts of the job; that of this host is first."""
+
+    @property
+    def copies(self) -> int:
+        """The number of other hosts that must hold a copy of each file."""
+        return 0
+
+    @property
+    def domain(self) -> str:
+        """The fault domain of this host; empty: the host itself."""
+        return ""
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """Maximum bytes per second that this host copies from others; None sets no limit."""
+        return None
 
     @abstractmethod
     def absent(self) -> tuple[str, ...]:
@@ -86,6 +111,20 @@ def host_roots(backend: Backend, /) -> dict[int, HostRoots]:
         if isinstance(inner, HostRoots):
             found[number] = inner
     return found
+
+
+def copies_of(backend: Backend, /) -> Iterator[Tier]:
+    """Yield the places that may have a copy of a blob: all tiers, and all roots of those on hosts.
+
+    Yields nothing if the store is one place. A place without a name is the store itself, or the
+    root of one host.
+    """
+    hosts = host_roots(backend)
+    for number, tier in enumerate(backend.tiers or ([Tier("", backend)] if hosts else [])):
+        if number in hosts:
+            yield from (Tier("", root.backend) for root in hosts[number].roots)
+        else:
+            yield tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.abc import HostRoot, host_roots, read_host
@@ -31,7 +32,7 @@ from penstock.core.hosts.census import host_identity
 from penstock.core.hosts.remote_root import RemoteRoot, RootServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.ranks.group import RankGroup, RanksOfJob
@@ -49,6 +50,7 @@ class _Posted(NamedTuple):
     identity: str
     host: str
     epoch: int
+    domain: str
     address: str
     port: int
 
@@ -56,41 +58,54 @@ class _Posted(NamedTuple):
 class RootsOfJob:
     """This rank's roots, joined with those of the job's other hosts."""
 
-    def __init__(self, store: Backend, ranks: RanksOfJob, *, network: str | None) -> None:
+    def __init__(
+        self,
+        store: Backend,
+        ranks: RanksOfJob,
+        *,
+        network: str | None,
+        pull: Callable[[int, bytes], None],
+    ) -> None:
         """Prepare; contacts no rank.
 
         Args:
             store: The backend of the run.
             ranks: Finds the ranks of the job.
             network: The network between hosts, as in `own_address`.
+            pull: Begins to copy files to this host's root in a tier, given by its number.
         """
         self._places = host_roots(store)
         self._ranks = ranks
         self._network = network
+        self._pull = pull
         self._group: RankGroup | None = None
         self._servers: dict[int, RootServer] = {}
         self._joined = False
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """Join the roots; later calls do nothing. All ranks of the job must call this.
 
         Joins nothing if the ranks cannot find each other yet; the next call tries again.
+
+        Returns:
+            Whether this call joined the roots.
 
         Raises:
             RankError: Another rank has not called this in time, or has failed.
             PenstockError: This rank cannot serve its root.
         """
         if self._joined or not self._places:
-            return
+            return False
         group = self._ranks.of_restore()
         if group is not None:
             self._join_ranks(group)
         elif self._ranks.obstacle():
-            return  # the ranks cannot find each other yet
+            return False  # the ranks cannot find each other yet
         else:
             for place in self._places.values():
                 place.join(HostRoot("", _epoch(place.own), place.own), (), leads=True)
         self._joined = True
+        return True
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait until all other ranks close too, or the timeout is over; then stop serving roots.
@@ -146,22 +161,21 @@ class RootsOfJob:
                 self._servers[number] = servers[number]
             else:
                 servers[number].close()
-            peers = [
-                HostRoot(
-                    there.host,
-                    there.epoch,
-                    RemoteRoot(
+            peers = []
+            for other in leaders:
+                there = others[other][number]
+                if there.identity != mine.identity:
+                    remote = RemoteRoot(
                         f"{there.host} of rank {other}",
                         (there.address, there.port),
                         _clients(secret, _server_number(number, other), group.place),
                         patience_s=patience_s,
                         timing=group.timing,
-                    ),
-                )
-                for other in leaders
-                if (there := others[other][number]).identity != mine.identity
-            ]
-            place.join(HostRoot(mine.host, mine.epoch, place.own), peers, leads=not rank)
+                    )
+                    domain = there.domain or there.host
+                    peers.append(HostRoot(there.host, there.epoch, remote, domain, remote.pull))
+            own = HostRoot(mine.host, mine.epoch, place.own, mine.domain or mine.host)
+            place.join(own, peers, leads=not rank)
         self._group = group
 
     def _serve(
@@ -176,13 +190,20 @@ class RootsOfJob:
 
         try:
             address = own_address(group.coordination.host, self._network)
-            server = RootServer(own, address, credentials=credentials, timing=group.timing)
+            server = RootServer(
+                own,
+                address,
+                credentials=credentials,
+                pull=partial(self._pull, number),
+                timing=group.timing,
+            )
         except (OSError, ValueError) as error:
             msg = f"cannot serve {own.url} to other hosts: {said(error)}"
             raise StorageError(msg) from error
         servers[number] = server
         identity = _identity(host_identity(place.host, place.rank), own.url)
-        return _Posted(identity, place.host, _epoch(own), *server.address)
+        domain = self._places[number].domain
+        return _Posted(identity, place.host, _epoch(own), domain, *server.address)
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
         """Return, for each place, the ranks that serve its roots: the first rank of each root.

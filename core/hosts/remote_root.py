@@ -39,14 +39,18 @@ class RootServer:
         address: str,
         *,
         credentials: Callable[[int], Credentials | None],
+        pull: Callable[[bytes], None],
         timing: Timing,
     ) -> None:
         """Listen on a free port of `address`; `start` serves requests.
+
+        `pull` begins to copy the files that another host names.
 
         Raises:
             OSError: This host lacks the address, or no socket is available.
         """
         self._root = root
+        self._pull = pull
         self._timing = timing
         self._server = BlobServer(
             address,
@@ -96,6 +100,8 @@ class RootServer:
                 root.delete(body.decode(errors="replace").split("\n"))
             case "sweep":
                 root.sweep(_number(body))
+            case "pull":
+                self._pull(body)
             case _:
                 msg = f"there is no operation {operation!r}"
                 raise StorageError(msg)
@@ -192,11 +198,15 @@ class RemoteRoot(Backend):
             check_blob_name(name)
         for at in range(0, len(names), _DELETED_AT_ONCE):
             body = "\n".join(names[at : at + _DELETED_AT_ONCE]).encode()
-            self._call(partial(_delete, body))
+            self._call(partial(_ask, "delete", body))
 
     def sweep(self, before_s: float, /) -> None:
         """See `Backend.sweep`."""
         self._call(lambda client: client.call("sweep", repr(before_s).encode()))
+
+    def pull(self, body: bytes) -> None:
+        """Ask the host to copy files; see `RootServer`."""
+        self._call(partial(_ask, "pull", body))
 
     def close(self) -> None:
         """Close the connection; a call in flight fails."""
@@ -253,8 +263,8 @@ class RemoteRoot(Backend):
             client.dispose()
 
 
-def _delete(body: bytes, client: BlobClient) -> None:
-    client.call("delete", body)
+def _ask(operation: str, body: bytes, client: BlobClient) -> None:
+    client.call(operation, body)
 
 
 def _encoded(infos: Sequence[BlobInfo]) -> bytes:

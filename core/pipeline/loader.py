@@ -20,7 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import first_whole
+from penstock.core.abc import copies_of, first_whole
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
@@ -608,7 +608,7 @@ class _Session:
             check(read)
             return True
 
-        if not first_whole(self._loader.backend.tiers, reread):
+        if not first_whole(copies_of(self._loader.backend), reread):
             return False
         self._stats.rescued += rescued.values()
         return True

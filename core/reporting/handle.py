@@ -78,6 +78,10 @@ class Ending:
         futures = [self.handle.committed, self.handle.durable]
         self._resolve(futures, lambda future: future.set_result(report))
 
+    def replicate(self, done: bool) -> None:  # noqa: FBT001 - the result of the future
+        """Resolve `replicated`, after `committed`."""
+        self._resolve([self.handle.replicated], lambda future: future.set_result(done))
+
     def leave(self, error: BaseException) -> None:
         """Resolve `durable` with an error: the checkpoint is committed, but not durable."""
         self._resolve([self.handle.durable], lambda future: future.set_exception(error))
@@ -96,7 +100,9 @@ class Ending:
                 return False
             error = self.error = why()
             first()
-            todo = self._claim([handle.captured, handle.committed, handle.durable])
+            todo = self._claim(
+                [handle.captured, handle.committed, handle.replicated, handle.durable]
+            )
         if handle.captured not in todo:
             # Another thread has claimed `captured` and is resolving it. The order of the futures is
             # a promise, so the later ones fail after it.

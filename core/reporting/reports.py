@@ -562,12 +562,17 @@ def _contained(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
 class SaveHandle:
     """A save in flight. Its futures resolve in the order captured, committed, durable.
 
+    `replicated` resolves after `committed`.
+
     Attributes:
         step: The step of the save.
         skipped: Whether the save did not start, because of `on_busy="skip"` or a full tier.
         captured: Resolves to None once the state is captured and may change.
         committed: Resolves to a `SaveReport` once the checkpoint exists; with tiers, in the tier of
             the save.
+        replicated: Resolves to True once enough other hosts have a copy, with the backend `hosts`
+            and its option `copies`. Resolves to False if no copies are made, or if they were given
+            up: a newer checkpoint was copied instead, or the checkpointer was closed first.
         durable: Resolves to a `SaveReport` once the checkpoint is durable; with tiers, once the
             durable tier has it.
     """
@@ -578,6 +583,7 @@ class SaveHandle:
         self.error_seen = False
         self.captured: Outcome[None] = Outcome(self._see)
         self.committed: Outcome[SaveReport] = Outcome(self._see)
+        self.replicated: Outcome[bool] = Outcome(self._see)
         self.durable: Outcome[SaveReport] = Outcome(self._see)
         self.progress_source: Callable[[], Progress] | None = None
 
@@ -623,7 +629,7 @@ def skipped_save(step: int, why: str = "another save was under way") -> SaveHand
     """Return the handle of a save that `on_busy="skip"` or `on_full="skip"` skipped."""
     handle = SaveHandle(step, skipped=True)
     error = SaveSkippedError(f"step {step} was skipped: {why}")
-    for future in (handle.captured, handle.committed, handle.durable):
+    for future in (handle.captured, handle.committed, handle.replicated, handle.durable):
         future.set_exception(error)
     return handle
 

@@ -377,6 +377,7 @@ class SaveJob:
                 report.seconds["blocked"],
             )
             self._after_commit(report)
+            surroundings.replicate(self.request, report, self.ending.replicate)
         finally:
             try:
                 self._finish.leave()

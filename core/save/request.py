@@ -220,6 +220,13 @@ class SaveSurroundings:
     def after_commit(self, request: SaveRequest, report: SaveReport) -> None:
         """Clean up after a committed save; called again once it is durable in slower tiers."""
 
+    def replicate(
+        self, request: SaveRequest, report: SaveReport, on_end: Callable[[bool], None]
+    ) -> None:
+        """Copy a committed checkpoint to other hosts; call `on_end` once, as `HostCopies` does."""
+        del request, report
+        on_end(False)  # noqa: FBT003 - the result of a future
+
 
 class Onward(Protocol):
     """Takes a committed checkpoint through slower tiers until it is durable."""

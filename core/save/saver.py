@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from penstock.core.save.request import SaveRequest
     from penstock.core.storage.time_limited import TimeLimitedBackend
     from penstock.core.tiers.drains import Drains
+    from penstock.core.tiers.host_copies import HostCopies
     from penstock.core.types import ObjectPath
 
 log = logging.getLogger("penstock")
@@ -103,6 +104,7 @@ class Saver(SaveSurroundings):
         workers: Workers,
         events: EventStream,
         tiers: Drains | None,
+        copies: HostCopies,
         earlier: EarlierReader,
         ranks: RanksOfJob,
         on_report: Callable[[SaveReport], SaveReport] = lambda report: report,
@@ -118,6 +120,7 @@ class Saver(SaveSurroundings):
             workers: The threads.
             events: Receives the saves, and the deletions by retention.
             tiers: The tiers of the backend, if any.
+            copies: The copies between hosts.
             earlier: Reads the checkpoints that saves refer to.
             ranks: Finds the ranks that save together.
             on_report: Adds facts about the run to the report of a committed save.
@@ -134,6 +137,7 @@ class Saver(SaveSurroundings):
         self._workers = workers
         self._events = events
         self._tiers = tiers
+        self._copies = copies
         self._earlier = earlier
         self._ranks = ranks
         self._on_report = on_report
@@ -544,12 +548,27 @@ class Saver(SaveSurroundings):
             log.debug("step %d: no clean-up while a tier is away", report.step)
             return
         self._catalog.note_own(report.uid)
-        if request.rank:
-            return  # rank 0 cleans up
+        if not request.rank:
+            # The replaced generation may be the newest checkpoint that other hosts have.
+            self._clean_up(report, overwrite=report.generation > 0 and not self._copies.leads)
+
+    def replicate(
+        self, request: SaveRequest, report: SaveReport, on_end: Callable[[bool], None]
+    ) -> None:
+        """See `SaveSurroundings`. Afterwards, older checkpoints may be deleted."""
+
+        def ended(done: bool) -> None:  # noqa: FBT001 - the result of a future
+            on_end(done)
+            if done and not request.rank:
+                self._clean_up(report, overwrite=report.generation > 0)
+
+        self._copies.replicate(report, ended)
+
+    def _clean_up(self, report: SaveReport, *, overwrite: bool) -> None:
         clean_up_after(
             report,
             self._catalog,
-            overwrite=report.generation > 0,
+            overwrite=overwrite,
             retention=self._config.retention,
             protect=self._protected(),
             events=self._events,
@@ -564,8 +583,12 @@ class Saver(SaveSurroundings):
             log.warning(message, *values)
 
     def _protected(self) -> set[int]:
-        """Return the steps that retention keeps: the last restored and the last committed."""
-        return {s for s in (self.restored_from, self._committed) if s is not None}
+        """Return the steps that retention keeps: the last restored and the last committed.
+
+        Also those that must be kept until a newer one is replicated.
+        """
+        newest = {s for s in (self.restored_from, self._committed) if s is not None}
+        return newest | self._copies.kept()
 
     def _protected_from(self, step: int) -> set[int]:
         """Return the steps that retention keeps even if a save of `step` has no room left.
@@ -574,8 +597,9 @@ class Saver(SaveSurroundings):
         checkpoint no longer needs it after its own first commit. Otherwise a disk with room for few
         checkpoints would never have room for another.
         """
-        needed = self._protected() if self._committed is None else {self._committed}
-        return {step, *needed}
+        if self._committed is None:
+            return {step, *self._protected()}
+        return {step, self._committed, *self._copies.kept()}
 
 
 def _among(entry: StateObject | Node, members: frozenset[int]) -> StateObject | Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.abc import DelegatingBackend, first_whole
+from penstock.core.abc import DelegatingBackend, copies_of, first_whole
 from penstock.core.errors import DamagedError
 from penstock.core.foreign import memory_permitting
 
@@ -55,12 +55,13 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
         try:
             return read(backend)
         except DamagedError as error:
-            whole = first_whole(backend.tiers, lambda tier: (tier.name, read(tier.backend)))
+            whole = first_whole(copies_of(backend), lambda tier: (tier.name, read(tier.backend)))
             if whole is None:
                 raise
             tier_name, result = whole
-            log.warning("%s; read the good copy in tier %s instead", str(error), tier_name)
-            if isinstance(backend, ObservedBackend):
+            where = f"in tier {tier_name}" if tier_name else "on another host"
+            log.warning("%s; read the good copy %s instead", str(error), where)
+            if tier_name and isinstance(backend, ObservedBackend):
                 for damaged in error.damaged:
                     backend.on_failover(damaged, tier_name)
             return result

@@ -34,14 +34,23 @@ class Hosts:
 
     Args:
         durable: The durable tier behind the roots; None: there is none.
+        options: Of the backend `hosts`; functions are called with the host.
     """
 
-    def __init__(self, folder, durable=None):
+    def __init__(self, folder, durable=None, **options):
         self._folder = folder
         self._durable = durable
+        self._options = options
+        self._faulty = {}
+        self._opened = []
 
     def root(self, host):
         return self._folder / host
+
+    def faulty(self, host):
+        """From now on, open the root of a host in a way that can fail; return that backend."""
+        self._faulty[host] = FaultyBackend(posix(self.root(host)))
+        return self._faulty[host]
 
     def lose(self, host):
         shutil.rmtree(self.root(host))
@@ -62,7 +71,13 @@ class Hosts:
 
         def store(rank):
             root = str(self.root(hosts[rank]))
-            fast = {"type": "hosts", "path": root, "experimental": True}
+            options = {k: v(hosts[rank]) if callable(v) else v for k, v in self._options.items()}
+            fast = {"type": "hosts", "path": root, "experimental": True, **options}
+            if hosts[rank] in self._faulty:
+                config = HostsConfig(path="", experimental=True, **options)
+                store = HostsBackend(config, root=self._faulty[hosts[rank]])
+                self._opened.append(store)
+                return store
             if self._durable is None:
                 return fast
             return {"type": "tiered", "fast": fast, "durable": self._durable}
@@ -72,6 +87,8 @@ class Hosts:
     def run(self, hosts, work, **options):
         """Return the results of `work(ckpt, rank, count)`, which must not raise."""
         found = self.job(hosts, **options).run(lambda ckpt, rank: work(ckpt, rank, len(hosts)))
+        for root in [root for store in self._opened for root in store.roots[1:]]:
+            root.backend.close()
         for one in found:
             if isinstance(one, BaseException):
                 raise one
@@ -378,9 +395,10 @@ def test_pins_survive_the_host_that_wrote_them(hosts):
     assert hosts.run("ab", lambda ckpt, *_: ckpt.info(1).tags) == [("good",)] * 2
 
 
-def test_more_copies_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="copies = 1 is not supported yet"):
-        Checkpointer({"type": "hosts", "path": str(tmp_path), "copies": 1, "experimental": True})
+def test_copies_need_a_root_that_renames():
+    options = {"type": "hosts", "path": "s3://bucket/run", "experimental": True}
+    with pytest.raises(ConfigError, match="path must be a folder"):
+        Checkpointer({**options, "copies": 1})
 
 
 DIES = (

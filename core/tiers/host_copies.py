@@ -1,0 +1,496 @@
+"""Copies committed checkpoints between the hosts of a job, so that it survives the loss of a host.
+
+Rank 0 chooses the checkpoint, and asks hosts to copy the files that have too few copies. Each host
+pulls them from the others at its own pace, and compares every checksum. Rank 0 sees in the listings
+of all roots when the checkpoint is replicated; training never waits for that.
+
+Tested in `tests/integration/ranks/test_host_copies.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import DelegatingBackend, host_roots
+from penstock.core.catalog.survey import borrowed_blobs, read_commit, sizes_below
+from penstock.core.concurrency.watchdog import Deadline, Watchdog
+from penstock.core.copy.copy_source import CopySource
+from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
+from penstock.core.errors import (
+    BlobNotFoundError,
+    CoordinationError,
+    FormatError,
+    PenstockError,
+    StorageError,
+)
+from penstock.core.foreign import said
+from penstock.core.format.records import commit_name, data_prefix, parse_commit_name
+from penstock.core.replicas.holdings import Epoch, Holdings, RootListing
+from penstock.core.replicas.placement import group_hosts
+from penstock.core.replicas.replication import Replication
+from penstock.core.types import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from penstock.core.abc import Backend, BlobWriter, HostRoots
+    from penstock.core.catalog.catalog import Catalog
+    from penstock.core.concurrency.workers import Workers
+    from penstock.core.format.records import CommitRecord
+    from penstock.core.ranks.group import RankGroup, RanksOfJob
+    from penstock.core.replicas.replication import CheckpointKey
+    from penstock.core.reporting.reports import SaveReport
+    from penstock.core.types import ByteRange
+
+log = logging.getLogger("penstock")
+
+_LANDING = "/pulled/"
+"""The folder of blobs that are being copied, instead of `/blobs/`."""
+
+_BUFFER_BYTES = 32 << 20
+_FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
+_REPLICATED, _NOT_REPLICATED = b"1", b"0"
+
+
+class HostCopies:
+    """The copies between the hosts of a job, in the fastest tier that makes copies."""
+
+    def __init__(
+        self, store: Backend, catalog: Catalog, *, ranks: RanksOfJob, workers: Workers
+    ) -> None:
+        """Prepare; copies nothing before `begin`."""
+        places = {n: place for n, place in host_roots(store).items() if place.copies}
+        self._number = min(places, default=-1)
+        self._ranks = ranks
+        self._workers = workers
+        self._puller: Puller | None = None
+        self._lead: _Lead | None = None
+        self._follow: _Follow | None = None
+        if places:
+            self._place = places[self._number]
+            self._puller = Puller(self._place, workers)
+            self._catalog = catalog
+
+    def begin(self) -> None:
+        """Start to copy, after the roots of all hosts are joined."""
+        if self._puller is None:
+            return
+        group = self._ranks.of_restore()
+        if group is not None and group.place.rank:
+            self._follow = _Follow(group, self._workers)
+        elif group is not None:
+            self._lead = _Lead(self._place, self._catalog, group, self._workers, self._puller.pull)
+            self._lead.begin()
+
+    def pull(self, number: int, body: bytes) -> None:
+        """Begin to copy files to this host's root in tier `number`, as `Puller.pull` does."""
+        if self._puller is None or number != self._number:
+            msg = "this host makes no copies: give all ranks the same configuration"
+            raise StorageError(msg)
+        self._puller.pull(body)
+
+    def replicate(self, report: SaveReport, on_end: Callable[[bool], None]) -> None:
+        """Copy a committed checkpoint, and then call `on_end` once, on any thread.
+
+        Passes True if the checkpoint is replicated, and False if a newer one was copied instead, or
+        if no copies are made.
+        """
+        if self._lead is not None:
+            self._lead.committed(report, on_end)
+        elif self._follow is not None:
+            self._follow.add(report.uid, on_end)
+        else:
+            on_end(False)  # noqa: FBT003 - the result of a future
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what is copied, and when older checkpoints may go."""
+        return self._lead is not None
+
+    def kept(self) -> set[int]:
+        """Return the steps that retention must keep until a newer one is replicated."""
+        return set() if self._lead is None else self._lead.kept()
+
+    def settle(self) -> None:
+        """Wait until this job's checkpoints are replicated, or the copies make no progress."""
+        if self._lead is not None:
+            self._lead.settle()
+        if self._follow is not None:
+            self._follow.settle()
+
+    def close(self) -> None:
+        """Stop copying."""
+        for part in (self._lead, self._follow, self._puller):
+            if part is not None:
+                part.close()
+
+
+class _Lead:
+    """Chooses on rank 0 what is copied, and finds out when it is replicated."""
+
+    def __init__(
+        self,
+        place: HostRoots,
+        catalog: Catalog,
+        group: RankGroup,
+        workers: Workers,
+        pull: Callable[[bytes], None],
+    ) -> None:
+        self._place = place
+        self._catalog = catalog
+        self._group = group
+        self._workers = workers
+        self._pull = pull
+        self._watchdog = Watchdog(group.timeout_s, workers.timing.clock)
+        self._changed = threading.Condition()  # guards everything below
+        self._replication = Replication((), ())
+        self._waiting: dict[CheckpointKey, tuple[str, Callable[[bool], None]]] = {}
+        self._running = self._closed = False
+        self._thread: threading.Thread | None = None
+        self._ends: list[threading.Thread] = []
+        self._held_bytes = -1
+        self._warned: set[str] = set()
+
+    def begin(self) -> None:
+        """Copy the newest checkpoint, which may have lost copies since the last job."""
+        with suppress(PenstockError):  # whoever restores it reports the error
+            newest = self._catalog.newest()
+            if newest is not None:
+                with self._changed:
+                    self._replication = Replication((), [(newest.step, newest.generation)])
+                    self._run_on()
+
+    def committed(self, report: SaveReport, on_end: Callable[[bool], None]) -> None:
+        key = report.step, report.generation
+        with self._changed:
+            if not self._closed:
+                self._waiting[key] = report.uid, on_end
+                self._replication.committed(key)
+                self._run_on()
+                return
+        on_end(False)  # noqa: FBT003 - the result of a future
+
+    def kept(self) -> set[int]:
+        names = (name for names in self._catalog.entries().values() for name in names)
+        keys = [key for name in names if (key := parse_commit_name(name)) is not None]
+        with self._changed:
+            deletable = self._replication.deletable(keys)
+        return {step for step, _ in {*keys}.difference(deletable)}
+
+    def settle(self) -> None:
+        with self._changed:
+            while self._waiting and self._running and not self._watchdog.is_over():
+                self._changed.wait(_MOST_LOOK_S)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            self._end([*self._waiting])
+        for thread in self._ends:  # they delete what was replaced
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run_on(self) -> None:
+        if not self._running:
+            self._running = True
+            self._watchdog.moved()
+            self._thread = self._workers.spawn("replicate", self._run)
+
+    def _run(self) -> None:
+        pause_s = _FIRST_LOOK_S
+        while True:
+            with self._changed:
+                key = self._replication.target
+                if key is None or self._closed:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+            held = self._held_bytes
+            try:
+                is_safe = self._copy(key)
+            except BlobNotFoundError:  # the checkpoint was deleted
+                with self._changed:
+                    self._replication.deleted([key])
+                    self._end([key])
+                continue
+            except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
+                is_safe = False
+                self._warn(key, said(error))
+            pause_s = _FIRST_LOOK_S if self._held_bytes != held else pause_s * _GROWTH
+            with self._changed:
+                if is_safe:
+                    self._replication.secured(key)
+                    self._end([k for k in self._waiting if k <= key], replicated=key)
+                elif self._watchdog.is_over():
+                    self._replication.failed(key)
+                if self._replication.target != key:
+                    pause_s = _FIRST_LOOK_S
+                    self._watchdog.moved()
+                self._changed.wait_for(lambda: self._closed, min(pause_s, _MOST_LOOK_S))
+
+    def _copy(self, key: CheckpointKey) -> bool:
+        """Ask all hosts that lack a file to copy it; return whether none does.
+
+        Raises:
+            BlobNotFoundError: The checkpoint does not exist.
+            PenstockError: A host does not answer, or its last copy has failed.
+        """
+        roots = self._place.roots
+        name = commit_name(*key)
+        record = read_commit(self._place, name)
+        files = _files(self._place, record)
+        listings = []
+        for number, root in enumerate(roots):
+            sizes = sizes_below(root.backend, (record.uid, *record.references))
+            with suppress(BlobNotFoundError):
+                sizes[name] = root.backend.stat(name).size_bytes
+            listings.append(RootListing(str(number), Epoch(root.epoch), frozenset(), sizes))
+        holdings = Holdings(listings)
+        domains = {str(number): root.domain for number, root in enumerate(roots)}
+        groups = group_hosts(domains, self._place.copies)
+        held = sum(s for f, s in files.items() for _ in holdings.holders(f, s))
+        if held != self._held_bytes:
+            self._held_bytes = held
+            self._watchdog.moved()
+        failure: PenstockError | None = None
+        for host, missing in holdings.pulls(files, groups).items():
+            wanted = {file: files[file] for file in missing if file != name}
+            body = json.dumps({"record": name, "files": wanted}).encode()
+            try:
+                (roots[int(host)].ask or self._pull)(body)
+            except PenstockError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return not holdings.unsafe(files, groups)
+
+    def _end(
+        self, keys: Iterable[CheckpointKey], *, replicated: CheckpointKey | None = None
+    ) -> None:
+        """Report the outcome of these checkpoints, of which only one is replicated, if any."""
+        for key in sorted(keys):
+            if key in self._waiting:
+                uid, on_end = self._waiting.pop(key)
+                done = key == replicated and len(self._place.roots) > 1
+                self._group.post(_key(uid), _REPLICATED if done else _NOT_REPLICATED)
+                self._ends = [thread for thread in self._ends if thread.is_alive()]
+                self._ends.append(self._workers.spawn("replicated", partial(on_end, done)))
+        self._changed.notify_all()
+
+    def _warn(self, key: CheckpointKey, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            log.warning(
+                "step %d has too few copies on other hosts: %s. Training goes on, and the copies "
+                "are tried again",
+                key[0],
+                why,
+            )
+
+
+class _Follow:
+    """Learns on the other ranks which checkpoints are replicated."""
+
+    def __init__(self, group: RankGroup, workers: Workers) -> None:
+        self._group = group
+        self._workers = workers
+        self._changed = threading.Condition()  # guards everything below
+        self._waiting: dict[str, Callable[[bool], None]] = {}
+        self._running = self._closed = False
+
+    def add(self, uid: str, on_end: Callable[[bool], None]) -> None:
+        with self._changed:
+            self._waiting[uid] = on_end
+            if not self._running:
+                self._running = True
+                self._workers.spawn("replicated", self._run)
+
+    def settle(self) -> None:
+        """Wait until rank 0 has reported all outcomes, at most for the timeout of ranks."""
+        deadline = Deadline(self._group.timeout_s)
+        with self._changed:
+            while self._waiting and not deadline.is_over():
+                self._changed.wait(_MOST_LOOK_S)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_LOOK_S
+        while True:
+            with self._changed:
+                uids, closed = [*self._waiting], self._closed
+                if not uids:
+                    self._running = False
+                    return
+            try:
+                found = self._group.coordination.read([_key(uid) for uid in uids])
+            except CoordinationError:
+                found = [None] * len(uids)
+            for uid, value in zip(uids, found, strict=True):
+                if value is not None or closed:
+                    with self._changed:
+                        on_end = self._waiting.pop(uid)
+                        self._changed.notify_all()
+                    on_end(value == _REPLICATED)
+                    pause_s = _FIRST_LOOK_S
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause_s)
+            pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The files of one checkpoint to copy, with their sizes in bytes."""
+
+    record: str
+    files: Mapping[str, int]
+
+
+class Puller:
+    """Copies files of other hosts to this host's root, one checkpoint at a time."""
+
+    def __init__(self, place: HostRoots, workers: Workers) -> None:
+        self._place = place
+        self._workers = workers
+        self._lock = threading.Lock()  # guards everything below
+        self._order: _Order | None = None
+        self._mover: BlobMover | None = None
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self._closed = False
+
+    def pull(self, body: bytes) -> None:
+        """Begin to copy the files that `body` names; do nothing if a copy is under way.
+
+        A copy of another checkpoint is cancelled, and the next call begins.
+
+        Raises:
+            StorageError: The last copy has failed; the next call tries again. Or `body` is invalid.
+        """
+        order = _decoded(body)
+        with self._lock:
+            error, self._error = self._error, ""
+            if error:
+                raise StorageError(error)
+            if self._closed:
+                return
+            if self._order is None:
+                self._order = order
+                self._thread = self._workers.spawn("pull", self._run)
+            elif self._order.record != order.record and self._mover is not None:
+                self._mover.cancel()
+
+    def close(self) -> None:
+        """Cancel the copy, and wait for its end."""
+        with self._lock:
+            self._closed = True
+            if self._mover is not None:
+                self._mover.cancel()
+        if self._thread is not None:
+            self._thread.join(self._workers.timing.interrupt_s)
+
+    def _run(self) -> None:
+        order = self._order
+        assert order is not None
+        error = ""
+        try:
+            self._copy(order)
+        except Exception as failure:  # noqa: BLE001 - a task's boundary: the next call reports it
+            error = said(failure)
+        with self._lock:
+            self._order = self._mover = None
+            self._error = "" if self._closed else error
+
+    def _copy(self, order: _Order) -> None:
+        place, own = self._place, self._place.own
+        record = read_commit(place, order.record)
+        source = CopySource(place, record)
+
+        def damaged(transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
+            raise source.damage(transfer.blob.name, ranges)
+
+        def missing(transfer: BlobTransfer, error: StorageError) -> None:
+            raise source.missing(FormatError(str(error), [transfer.blob.name])) from error
+
+        sizes = sizes_below(own, (record.uid, *record.references))
+        own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
+        blobs = [
+            blob
+            for blob in source.read()
+            if blob.name in order.files and sizes.get(blob.name) != blob.length
+        ]
+        capabilities = own.capabilities
+        mover = BlobMover(
+            workers=self._workers,
+            buffer_bytes=_BUFFER_BYTES,
+            unit_bytes=max(
+                PAGE_BYTES, capabilities.offset_alignment, capabilities.memory_alignment
+            ),
+            bytes_per_s=place.copy_bytes_per_s,
+            calls=Callbacks(
+                moved=lambda _: None,
+                sealed=lambda name: own.rename(_landing(name), name),
+                damaged=damaged,
+                missing=missing,
+                alive=lambda: None,
+            ),
+        )
+        with self._lock:
+            if self._closed:
+                return
+            self._mover = mover
+        landing = _Landing(own)
+        mover.run(BlobTransfer(blob, place, landing) for blob in blobs)
+        for name, data in source.records():
+            if name in order.files:
+                own.publish(name, data)
+
+
+class _Landing(DelegatingBackend):
+    """Creates blobs under names that no reader looks for, until they are whole."""
+
+    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
+        return super().create(_landing(name), size_hint=size_hint)
+
+
+def _landing(name: str) -> str:
+    folder, leaf = name.rsplit("/", 1)
+    return f"{folder.rsplit('/', 1)[0]}{_LANDING}{leaf}"
+
+
+def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
+    """Return the files of a checkpoint and the blobs that it borrows, with their sizes."""
+    prefix = data_prefix(record.uid)
+    kinds = f"{prefix}blobs/", f"{prefix}parts/"
+    sizes = sizes_below(place, [record.uid])
+    files = {n: size for n, size in sizes.items() if n.startswith(kinds) or n == record.index.name}
+    files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
+    name = commit_name(record.step, record.generation)
+    return {**files, name: place.stat(name).size_bytes}
+
+
+def _decoded(body: bytes) -> _Order:
+    try:
+        found: Any = json.loads(body)
+        files = {str(name): int(size) for name, size in found["files"].items()}
+        return _Order(str(found["record"]), files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        msg = f"the request to copy files cannot be read: {error}"
+        raise StorageError(msg) from error
+
+
+def _key(uid: str) -> str:
+    return f"replicated/{uid}"

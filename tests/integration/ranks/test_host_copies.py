@@ -1,0 +1,173 @@
+"""Hosts copy each other's files, so that a job survives the loss of any one of them."""
+
+import pytest
+from tests.integration.ranks.saving import SHORT_TIMEOUT_S
+from tests.integration.ranks.test_hosts import Hosts, posix, saved, state_of
+from tests.integration.training import Gate
+
+from penstock.core.format.records import parse_commit_name
+
+
+def handle(ckpt):
+    return ckpt._saver.job.handle
+
+
+def replicated(ckpt, rank, count, *steps):
+    """Save steps; return whether each was replicated."""
+    found = []
+    for step in steps:
+        saved(ckpt, rank, count, step)
+        found.append(handle(ckpt).replicated.result(300))
+    return found
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path, copies=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "lost"),
+    [(names, lost) for names in ("ab", "abc", "abcd", "abcdef") for lost in names],
+)
+def test_job_survives_the_loss_of_any_host(hosts, names, lost):
+    assert hosts.run(names, lambda *of: replicated(*of, 1, 2)) == [[True, True]] * len(names)
+    hosts.lose(lost)
+    left = names.replace(lost, "")
+    assert hosts.restore(f"{left}x") == 2
+    assert hosts.restore(left, 1) == 1
+
+
+def test_two_copies_survive_the_loss_of_two_hosts(tmp_path):
+    hosts = Hosts(tmp_path, copies=2)
+    assert hosts.run("abcd", lambda *of: replicated(*of, 1)) == [[True]] * 4
+    hosts.lose("b")
+    hosts.lose("d")
+    assert hosts.restore("ac") == 1
+
+
+def test_copies_go_to_another_domain(tmp_path):
+    racks = {"a": "1", "b": "1", "c": "2", "d": "2"}
+    hosts = Hosts(tmp_path, copies=1, domain=racks.__getitem__)
+    assert hosts.run("abcd", lambda *of: replicated(*of, 1)) == [[True]] * 4
+    hosts.lose("a")
+    hosts.lose("b")
+    assert hosts.restore("cd") == 1
+
+
+def blobs(hosts, host):
+    return sorted(hosts.root(host).glob("data/*/blobs/*"))
+
+
+def test_damaged_blob_is_read_from_another_host(hosts):
+    hosts.run("ab", lambda *of: replicated(*of, 1))
+    for host in "ab":
+        own = blobs(hosts, host)["ab".index(host)]
+        own.write_bytes(bytes(own.stat().st_size))
+    assert hosts.restore("ab") == 1
+
+
+def listed(hosts, host):
+    """Return step and generation of each commit record in the root of a host."""
+    return [parse_commit_name(info.name) for info in posix(hosts.root(host)).list("commits/")]
+
+
+@pytest.mark.parametrize("fault", ["create", "write", "seal"])
+def test_older_checkpoint_stays_until_the_newer_one_is_replicated(hosts, caplog, fault):
+    root = hosts.faulty("b")
+
+    def work(ckpt, rank, count):
+        first = replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            root.fail(fault, times=None, match="/pulled/00000")
+        saved(ckpt, rank, count, 2)
+        return first, handle(ckpt)
+
+    found = hosts.run("ab", work, retention={"keep_last": 1}, timeout_s=SHORT_TIMEOUT_S)
+    assert [first for first, _ in found] == [[True], [True]]
+    assert [second.replicated.result(0) for _, second in found] == [False, False]
+    assert "step 2 has too few copies on other hosts: " in caplog.text
+    root.clear()
+    assert [step for step, _ in listed(hosts, "b")] == [1, 2]
+    hosts.lose("a")
+    assert hosts.restore("bx") == 1
+
+
+def test_older_checkpoints_are_deleted_once_the_newer_one_is_replicated(hosts):
+    hosts.run("ab", lambda *of: replicated(*of, 1, 2, 3), retention={"keep_last": 1})
+    assert {step for host in "ab" for step, _ in listed(hosts, host)} == {3}
+
+
+def test_replaced_generation_stays_until_the_newer_one_is_replicated(hosts):
+    root = hosts.faulty("b")
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            root.fail("create", times=None, match="/pulled/00000")
+        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+
+    hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S)
+    root.clear()
+    assert [step for step, _ in listed(hosts, "b")] == [1, 1]
+    hosts.lose("a")
+    assert hosts.restore("bx") == 1
+
+
+def test_damaged_blob_is_not_copied(hosts, caplog):
+    root, gate = hosts.faulty("a"), Gate()
+
+    def work(ckpt, rank, count):
+        first = replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            held = root.block("create", gate, match="/pulled/00001")
+        saved(ckpt, rank, count, 2)
+        if rank == 0:
+            assert held.reached.wait(300)
+            newest = max(blobs(hosts, "b"), key=lambda path: path.stat().st_mtime)
+            newest.write_bytes(bytes(newest.stat().st_size))
+            gate.set()
+        return first, handle(ckpt)
+
+    found = hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S)
+    assert [second.replicated.result(0) for _, second in found] == [False, False]
+    assert "do not match their checksum" in caplog.text
+    root.clear()
+    assert len(blobs(hosts, "a")) == 3
+    hosts.lose("b")
+    assert hosts.restore("ax") == 1
+
+
+def test_training_does_not_wait_for_copies(hosts):
+    root, gate = hosts.faulty("b"), Gate()
+
+    def work(ckpt, rank, count):
+        if rank == 0:
+            root.block("create", gate, match="/pulled/00000")
+        saved(ckpt, rank, count, 1)
+        first = handle(ckpt)
+        saved(ckpt, rank, count, 2)
+        is_open = not first.replicated.done()
+        if rank == 0:
+            gate.set()
+        return is_open, first, handle(ckpt)
+
+    found = hosts.run("ab", work)
+    assert [one[0] for one in found] == [True, True]
+    assert [one[2].replicated.result(0) for one in found] == [True, True]
+
+
+def test_next_job_replaces_the_copies_of_a_lost_host(hosts):
+    hosts.run("abcd", lambda *of: replicated(*of, 1))
+    hosts.lose("a")
+
+    def work(ckpt, rank, count):
+        ckpt.steps()
+        return replicated(ckpt, rank, count, 2)
+
+    hosts.run("bcdx", work)
+    for lost in "bcdx":
+        bring_back = hosts.copy(lost)
+        hosts.lose(lost)
+        assert hosts.restore("bcdx".replace(lost, "y")) == 2
+        bring_back()
