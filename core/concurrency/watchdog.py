@@ -123,7 +123,7 @@ class BackgroundCall(Generic[T]):
         """Keep the call from beginning, or `cancel` it and wait at most `patience_s` for its end.
 
         Returns:
-            True if the call is over, False if it is still in flight.
+            True if the call is over or will never begin, False if it is still in flight.
         """
         until_s = math.inf
         while True:

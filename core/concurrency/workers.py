@@ -52,9 +52,9 @@ class Workers:
         return self._pool.submit(task)
 
     def side_by_side(self, tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-        """Run short tasks in this thread and in helpers that run nothing else.
+        """Run short tasks in this thread and in helper threads that run nothing else.
 
-        Returns, after all tasks, each task's result or error.
+        Returns the result or error of each task, once all are over.
         """
         outcomes: dict[int, T | BaseException] = {}
         left = deque(enumerate(tasks))

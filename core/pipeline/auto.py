@@ -68,8 +68,8 @@ class StoreChoices:
 
     Attributes:
         bytes_per_s: The rate that choices depend on; None: not measured yet.
-        by_class: The choices. `bytes_raw` is the size of the class when it was chosen; if it is 0,
-            the next save samples the class again.
+        by_class: The choices. In each, `bytes_raw` is the size of the class at the time of the
+            choice; 0 makes the next save sample the class again.
     """
 
     bytes_per_s: float | None = None

@@ -56,7 +56,10 @@ def checksum_blocks(view: memoryview, ranges: Iterable[ByteRange]) -> list[int]:
 def mismatches(
     view: memoryview, ranges: Sequence[ByteRange], sums: Sequence[int], *, offset: int = 0
 ) -> list[ByteRange]:
-    """Return the ranges of the flat `view` that do not match `sums`, each shifted by `offset`."""
+    """Return those of `ranges` whose bytes in the flat `view` do not have the checksum in `sums`.
+
+    Each returned range is shifted by `offset`.
+    """
     blocks = zip(ranges, checksum_blocks(view, ranges), sums, strict=True)
     return [
         ByteRange(block.start + offset, block.stop + offset)
@@ -104,9 +107,9 @@ class CodecChain:
             versions: The codec versions that wrote the frames to decode; default: the current ones.
 
         Raises:
-            CodecError: `codecs` is empty, or a lossy codec comes after a lossless one, whose frames
-                it would destroy. Or a codec needs a base, but is not first, or the chain also has
-                a lossy codec.
+            CodecError: `codecs` is empty; or a lossy codec comes after a lossless one, whose frames
+                it would destroy; or a codec that needs a base is not first, or is in one chain
+                with a lossy codec.
         """
         if not codecs:
             msg = "a codec chain needs at least one codec"
@@ -282,7 +285,10 @@ class CodecChain:
         if len(lengths) != len(bounds) or any(
             not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
         ):
-            msg = f"{self!r} cannot have lengths {tuple(lengths)} between its codecs"
+            msg = (
+                f"{self!r} cannot have encoded {raw_length} bytes with the recorded lengths of "
+                f"output {tuple(lengths)} between its codecs"
+            )
             raise CodecError(msg)
 
 
@@ -317,11 +323,7 @@ def _decode_links(
 
 
 def _check_base_is_exact(codecs: Sequence[Codec]) -> None:
-    """Refuse a lossy codec together with one that needs a base: either order is wrong.
-
-    Raises:
-        CodecError: The chain has both. The later checks would advise putting each of them first.
-    """
+    """Refuse a lossy codec together with one that needs a base: either order is wrong."""
     based = next((codec.name for codec in codecs if codec.needs_base), None)
     lossy = next((codec.name for codec in codecs if not codec.lossless), None)
     if based is not None and lossy is not None and based != lossy:

@@ -356,7 +356,9 @@ class Exchange:
             still = [peer for peer in waits if peer.awaited and peer.quiet.is_over()]
             for peer in (*still, *self._deaf):
                 if not peer.gone:
-                    log.warning("a rank of this host hangs, so this rank reads its share, too")
+                    log.warning(
+                        "a rank of this host hangs, so this rank reads that rank's share, too"
+                    )
                     poller.unregister(peer.socket.fileno())
                     self._drop(peer, ended=False)
 

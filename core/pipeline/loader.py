@@ -270,7 +270,7 @@ class Loader:
         """Return the size of scratch memory that keeps all workers busy, within a limit.
 
         Each worker decodes a chunk from a frame and its bases, while two more chunks are read. The
-        limit is `scratch_bytes` for each worker, and once more.
+        limit is `scratch_bytes` times the number of workers plus one.
         """
         chains = (job for job in jobs if job.chain is not None)
         largest = max((sum(link.frame.length for link in job.links) for job in chains), default=0)
@@ -345,7 +345,7 @@ class _Session:
             f"{self._loader.backend.url} made no progress for {self._watchdog.taken_s():.0f} s "
             f"(io_timeout_s={self._watchdog.limit_s:g}) while it read {' '.join(sorted(names))}. "
             "The objects being restored have undefined contents, and may still change when the "
-            "store answers. If it is only slow, increase io_timeout_s"
+            "store answers. If the store is only slow, increase io_timeout_s"
         )
 
     def _pieces(self, job: FrameJob[CodecChain]) -> Iterable[ByteRange]:
@@ -730,8 +730,8 @@ class FrameReader:
 
         Args:
             job: The frame, whose encoded links have codec contexts.
-            stored: All stored bytes of each frame in `job.links`, the lowest base first. Keeps no
-                more than two of them at once.
+            stored: Yields all stored bytes of each frame in `job.links`, the lowest base first.
+                Only the last two of them are in use at any time.
             out: Memory of the chunk's length; undefined after an error.
 
         Raises:

@@ -7,10 +7,10 @@ Arenas use huge pages if the system has them. With pages of 4 KiB, a disk moves 
 1.3 GB/s instead of 1.8 to 2.2). A forked child gets zeros in place of an arena, so a fork causes no
 copy-on-write faults, which would slow copies down to a tenth.
 
-A virtual machine that returns free memory to its host gets small pages faster (2 to 3 GB/s). Arenas
-use huge pages there too, since small ones slow down each later save. Touching the beginning of an
-arena does not show whether a machine is of this kind: its host still backs the first 150 to 700 MB
-of huge pages (3 to 6 GB/s, and 0.7 after them).
+A virtual machine that returns free memory to its host touches huge pages at only 0.7 GB/s, and
+small ones at 2 to 3. Arenas use huge pages there too, since small ones slow down each later save.
+Touching the beginning of an arena does not show whether a machine is of this kind: the host of such
+a machine still backs the first 150 to 700 MB of huge pages, which are touched at 3 to 6 GB/s.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ class Staging:
     def acquire(self, length: int, phase: int) -> Block | None:
         """Reserve `length` bytes whose address is congruent to `phase` modulo 4096.
 
-        Returns None if the block does not fit, now or ever. While memory is being touched, only
-        touched memory counts as room.
+        Returns None if there is no room for the block now, whether or not there will ever be.
+        While memory is being touched, only touched memory counts as room.
         """
         need = align_up(phase + length, PAGE_BYTES)
         with self._lock:

@@ -1,5 +1,4 @@
 """Computes where bytes go in a save, and where they come from in a restore.
 
-Plans chunks, slabs, regions and the order of reads, without I/O, threads or torch. `save`,
-`restore` and `pipeline` import it.
+Plans chunks, slabs, regions and the order of reads, without I/O, threads or torch.
 """

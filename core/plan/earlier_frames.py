@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PieceKey(NamedTuple):
-    """One piece of a chunk: bytes `[start, stop)` of an object's region, at byte `at` of it."""
+    """Bytes `[start, stop)` of a region of an object, which are at byte `at` of a chunk."""
 
     path: ObjectPath
     dtype: str

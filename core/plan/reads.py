@@ -111,8 +111,8 @@ def plan_reads(
         chain_of: Returns the decoder of a part's chain by its number; not called for raw frames.
 
     Returns:
-        The frames to read, by part, blob and offset, each once; and the number of selected bytes
-        of raw frames plus stored bytes of encoded ones.
+        The frames to read, each once, sorted by part, blob and offset; and the number of needed
+        bytes: the selected bytes of raw frames, and all stored bytes of encoded ones.
 
     Raises:
         FormatError: Two sections describe one frame differently, or the shards of an object do not
@@ -300,7 +300,7 @@ class RegionSink(ByteSink):
     def __init__(
         self, inner: ByteSink, at: int, region: Region, shard: Region, itemsize: int
     ) -> None:
-        """Make a sink for the bytes of `shard`; `inner` takes `region` from its byte `at` on."""
+        """Make a sink for the bytes of `shard`; `region` goes to `inner`, at byte `at` of it."""
         self._inner = inner
         self._at = at
         self._region = relative(region, shard)

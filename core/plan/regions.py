@@ -193,7 +193,8 @@ class _Search:
         """Return the first element from `start` on that none of the regions has.
 
         Args:
-            numbers: The regions; they contain the place chosen along all earlier dimensions.
+            numbers: The regions; along all dimensions before those of `start`, they contain the
+                place where the search is.
             start: Where to begin along the last `len(start)` dimensions.
         """
         if not start:

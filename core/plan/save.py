@@ -188,7 +188,8 @@ def slab_context(length: int, elements: tuple[str, int] | None) -> CodecContext:
 def elements_of(plan: SavePlan, chunk: Chunk) -> tuple[str, int] | None:
     """Return dtype and item size of an encoded slab, which a reader cannot get from its objects.
 
-    A chunk with bytes in several rectangles of an object counts as a slab.
+    A chunk with bytes in several rectangles of an object counts as a slab. None means plain bytes,
+    or a chunk that is no slab.
     """
     dtype, itemsize = chunk.dtype, chunk.itemsize
     if len(chunk.pieces) == 1:
@@ -357,8 +358,8 @@ class _SlabKey(NamedTuple):
 def replicas_of(entry: StateObject) -> object:
     """Return a key that is equal for objects with equal copies on the same ranks.
 
-    None means all ranks that have the object. Ranks with one key have the same objects under it, in
-    the same order, so each rank knows which chunks the others write.
+    None means all ranks that have the object. Ranks that share a key have the same objects under
+    it, in the same order, so each rank knows which chunks the others write.
     """
     replica = entry.replica
     if replica is None:

@@ -39,8 +39,8 @@ class _EventBase:
         """Return the event as JSON-ready data without live objects.
 
         Fields of the report are merged into those of the event. A tuple in a report becomes its
-        length, and an error becomes its type and text. The mappings of a report are left out, such
-        as the values of a restore, except `seconds`.
+        length, and an error becomes its type and text. Of the mappings of a report, only `seconds`
+        is kept; the others, such as the values of a restore, are left out.
         """
         data: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type] # each event is a dataclass

@@ -95,8 +95,8 @@ class SaveInterval:
         steps: The steps from one save to the next.
         seconds: The same in seconds of training.
         why: The reason for this interval, in words.
-        overhead: The share of the training time that saves, and logs if the run logs, cost the
-            training thread.
+        overhead: The share of training time that saves cost the training thread. If the run logs,
+            the cost of the log counts too.
         lost_steps: The steps that a crash loses on average: half an interval, plus the steps
             trained while a save becomes durable. With a log, 1: a crash loses at most one step.
         lost_seconds: The same in seconds of training.
@@ -124,7 +124,8 @@ class SaveReport(HtmlTable):
         objects: The number of objects, including tied ones.
         engine: The backend that wrote the blobs.
         direct_io: Whether the page cache was bypassed.
-        exclusive: Whether the store itself decided which saver owns the step.
+        exclusive: Whether the store itself lets only one of several savers publish a step. If not,
+            only one saver may use the root.
         deferred_bytes: The bytes captured after `save` returned and before the fence let training
             pass.
         straight_bytes: The bytes written directly from live tensors: in mode `blocking` as many as
@@ -265,7 +266,8 @@ class RestoreReport(HtmlTable):
         matched_by: How optimizer state was matched to its parameters: `"name"`, or `"order"` if any
             optimizer's state had no names. None if there was no optimizer state, or the optimizer
             loaded it whole itself.
-        bytes_needed: The selected bytes of raw frames plus the whole stored encoded frames.
+        bytes_needed: The bytes that the restore needs: the selected bytes of raw frames, and all
+            stored bytes of encoded ones.
         bytes_read: The bytes read from blobs.
         bytes_shared: The bytes that this rank copied from other ranks of this host, which had read
             them.
@@ -336,8 +338,8 @@ class LendingSave:
     Attributes:
         uid: The uid of the save.
         step: The step of the save; None if no checkpoint records the save any more.
-        state: `ok`. If no commit record names the save any more and only its blobs remain:
-            `deleted`, or `replaced` after an overwrite.
+        state: `ok` if the save still has its commit record. If only its blobs remain: `replaced`
+            if the step now has another record, else `deleted`.
     """
 
     uid: str

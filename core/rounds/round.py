@@ -343,12 +343,14 @@ class Round:
                 yield from self._wait(began_s)
 
     def error(self, what: str, stays: str = "", *, own: bool = False) -> RankError | None:
-        """Return the error of an abort; None without an abort, or on the rank at fault.
+        """Return the error of an abort; None without one.
+
+        The rank at fault has an error of its own, so it also gets None unless `own` is set.
 
         Args:
             what: The failure, such as "step 300 was not saved".
             stays: A sentence about the latest checkpoint; may be empty.
-            own: Whether the rank at fault also gets the error.
+            own: Whether the rank at fault gets the error too.
         """
         verdict = self.verdict
         if verdict is None or verdict.commit or (verdict.rank == self.place.rank and not own):

@@ -281,7 +281,11 @@ class Finish:
         try:
             self._backend.delete(self._own_names())
         except BaseException as error:  # noqa: BLE001 - the data is left to `prune`
-            log.warning("data/%s cannot be deleted until prune: %s", self.uid, repr(error))
+            log.warning(
+                "data/%s, of a save that failed, could not be deleted and stays for prune: %s",
+                self.uid,
+                repr(error),
+            )
         else:
             log.debug("step %d: cleaned up, data/%s is gone", self.request.step, self.uid)
 

@@ -207,10 +207,11 @@ class SaveJob:
                 self._onward.check()
 
     def finished(self, timeout_s: float | None) -> bool:
-        """Wait until the save has ended or failed, and its memory is free again.
+        """Wait until the save has ended or failed; return False if it has not after `timeout_s`.
 
-        The wait for the memory has a limit, since a stuck store may keep it forever. A callback of
-        the save does not wait for it: the memory is freed only after the callback returns.
+        Then waits until its memory is free again, with a limit, since a stuck store may keep it
+        forever. A callback of the save does not wait for the memory, which is freed only after the
+        callback returns.
         """
         if not self._over.wait(timeout_s):
             return False

@@ -102,8 +102,9 @@ def _copy_alike(
 ) -> list[Piece]:
     """Copy small objects of equal length together; return the remaining pieces.
 
-    Holding each object would take longer than copying it. Deferred chunks do not come here, but use
-    holds: training has the GIL then, and this thread would block all moves while it waits for it.
+    Holding each object would take longer than copying it. Deferred chunks still use holds, since
+    they are copied while training runs: here, no memory could be moved while this thread waits for
+    the GIL.
     """
     by_length: dict[int, list[Piece]] = {}
     for piece in pieces:

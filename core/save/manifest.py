@@ -118,7 +118,10 @@ class RankShare:
     masters: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def derived(self, equal: Mapping[int, int]) -> dict[int, int]:
-        """Return the objects among `equal` that it stores as derived, with their masters."""
+        """Return the objects that this rank stores as derived, with their masters.
+
+        `equal` maps each object that equals its rounded master to that master.
+        """
         return {n: m for n, m in equal.items() if m in self.masters.get(n, ())}
 
     def writes(self, chunk: int) -> bool:
@@ -476,7 +479,10 @@ def _shard_rows(
     spans = spans if spec.nbytes else None
     stored = refs[2] if len(refs) == _ONE_REF else sum(refs[2::3])
     if stored != (spec.nbytes if spans is None else _bytes_of(spans, spec.itemsize)):
-        msg = f"the plan holds {stored} bytes of {entry.path}"
+        msg = (
+            f"the plan has {stored} bytes of {entry.path}, more or fewer than this rank stores: "
+            "this is a bug"
+        )
         raise SaveError(msg)
     if len(refs) == _ONE_REF:  # nearly all objects
         number, at, length = refs
@@ -515,7 +521,10 @@ def _refs_by_item(plan: SavePlan, share: RankShare) -> list[Sequence[int]]:
                 refs[item] = longer[item] = list(refs[item])
                 ends[item] = first.get(item, 0) + sum(longer[item][2:])
             if not refs[item] or piece.start != ends[item]:
-                msg = f"the plan has a gap or an overlap at byte {piece.start} of item {item}"
+                msg = (
+                    f"the plan has a gap or an overlap at byte {piece.start} of item {item}: this "
+                    "is a bug"
+                )
                 raise SaveError(msg)
             longer[item] += (number, piece.at, length)
             ends[item] = piece.stop

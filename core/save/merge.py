@@ -1,7 +1,7 @@
 """Reads the parts of all ranks back from the root, and checks that they hold every byte.
 
-Rank 0 does that before it commits. So it finds a root that the hosts do not share, and bytes that
-no rank has stored.
+Rank 0 does that before it commits, to detect a root that the hosts do not share, and bytes that no
+rank has stored.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class PartsOfRanks:
         structures: Sequence[str] = (),
         nothing: frozenset[str] = frozenset(),
     ) -> MergedParts:
-        """Return the index over all parts, whose shards hold every byte and do not overlap.
+        """Return the index over all parts, once their shards are known to hold every byte.
 
         The index omits the values of ranks that have nothing where others have a container.
 
@@ -187,8 +187,8 @@ class PartsOfRanks:
             nothing: The shown paths of values that mean "nothing here" on a rank.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap, or entries of ranks at one
-                path do not fit together; names the object.
+            SaveError: The shards of an object do not form complete copies, or entries of ranks at
+                one path do not fit together; names the object.
         """
         known = self._known.newest
         heads = sorted(self._heads.items())
@@ -222,7 +222,7 @@ class PartsOfRanks:
         entries: Sequence[StateObject | Node],
         derived: Collection[ObjectPath] = (),
     ) -> tuple[list[int], int]:
-        """Check that shards hold every byte of every object, and do not overlap.
+        """Check that the shards of each object form one or more complete copies of it.
 
         Args:
             table: The shards of all parts.
@@ -231,11 +231,11 @@ class PartsOfRanks:
             derived: The objects that rank 0 stores as derived. Other ranks' are read from parts.
 
         Returns:
-            The hashes of the objects whose shape was checked; and the bytes of tensors stored
-            beyond one copy, since several parts may have equal regions.
+            The hashes of the objects whose shape was checked; and the bytes of tensors that are
+            stored beyond one copy of each.
 
         Raises:
-            SaveError: Bytes of an object are missing, or shards overlap, or ranks describe it
+            SaveError: The shards of an object do not form complete copies, or ranks describe it
                 differently; names the object.
         """
         self._check_traits(table, ranks, entries, derived)
@@ -269,7 +269,7 @@ class PartsOfRanks:
             if flaw is not None:
                 msg = (
                     f"step {self._step}: {show_path(described.path)}, of shape {list(shape)}: "
-                    f"{flaw}; do all ranks put the same state into save(), and is every rank in it?"
+                    f"{flaw}; do all ranks take part, and put the same state into save()?"
                 )
                 raise SaveError(msg)
         return [int(hashed) for hashed in chosen.hashes[firsts]], twice

@@ -167,11 +167,14 @@ def without_foreign_rounding(
 ) -> tuple[Sequence[StateObject | Node], Collection[ObjectPath]]:
     """Keep a lossy rule for one name of a tied object from rounding it under its other names.
 
+    The chain of the owner, to which the other names are tied, encodes the object. If that chain is
+    lossy, a name with a lossless chain becomes the owner instead. Ranks that tie the same memory
+    differently then contradict each other about the owner, and the save fails. With the old owner,
+    some of them would round their part of the object.
+
     Returns:
-        The entries, in which a name with a lossless chain replaces an owner with a lossy one; and
-        the owners that must not use their lossy codecs, because other names have other lossy ones.
-        If other ranks tie the same memory differently, they contradict the new owner, and the save
-        fails. Otherwise, these ranks would round their part of the object.
+        The entries with the new owners; and the paths of owners that must not use their lossy
+        codecs, because all names have lossy chains, but not the same one.
     """
     tied: dict[ObjectPath, list[StateObject]] = {}
     for entry in entries if table.chooses else ():
@@ -215,8 +218,9 @@ def _check_lossy(rule: Rule, chain: CodecChain | None) -> None:
     for pattern in rule.match:
         if is_catch_all(pattern):
             msg = (
-                f"{rule.shown}: codec {lossy} is lossy, and the pattern {pattern!r} names nothing: "
-                "name what may be rounded, as in 'optimizer/**/exp_avg_sq'"
+                f"{rule.shown}: codec {lossy} is lossy, and the pattern {pattern!r} matches "
+                "objects of nearly any name: name what may be rounded, as in "
+                "'optimizer/**/exp_avg_sq'"
             )
             raise ConfigError(msg)
 

@@ -292,7 +292,7 @@ def test_failed_clean_up_hides_nothing(store, caplog):
         assert_nothing_is_held(ckpt)
         loop.save().result()
         loop.check(2)
-    assert any("cannot be deleted until prune" in r.getMessage() for r in caplog.records)
+    assert any("could not be deleted and stays for prune" in r.getMessage() for r in caplog.records)
 
 
 def test_failed_retention_does_not_fail_the_save(store, caplog):
