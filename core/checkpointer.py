@@ -304,9 +304,10 @@ class Checkpointer:
         """Log the optimizer steps on `state` since the last call of `save` or `log`.
 
         A restore loads the last checkpoint and replays its log, bit for bit, so a crash loses at
-        most one step. An entry has the gradients, and all state that no optimizer changes: buffers,
-        random state, schedulers, loaders. Call `log` after each step of the optimizers and before
-        `zero_grad`. Background threads encode and write the entries.
+        most one step, or `log_sync` steps if that option is higher. An entry has the gradients, and
+        all state that no optimizer changes: buffers, random state, schedulers, loaders. Call `log`
+        after each step of the optimizers and before `zero_grad`. Background threads encode and
+        write the entries.
 
         If a step cannot be replayed exactly, the log ends with a warning. Training continues, and
         the next save begins a new log.
@@ -316,7 +317,8 @@ class Checkpointer:
             step: The step. It must be above the last saved or logged step.
 
         Returns:
-            Whether the step will be logged.
+            Whether the step will be logged. False if no log has begun, since nothing was saved or
+            restored yet, or if the log has ended.
 
         Raises:
             ConfigError: The step is not above the last one.
@@ -568,7 +570,7 @@ class Checkpointer:
         return self._log.latest()
 
     def info(self, step: int | str = "latest") -> CheckpointInfo:
-        """Return the facts in the commit record of `step`, and its notes."""
+        """Return the facts in the commit record of `step`, its later annotations and its tags."""
         return self.open(step).info
 
     def open(self, step: int | str = "latest") -> Checkpoint:
@@ -717,11 +719,12 @@ class Checkpointer:
         dry_run: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> CompactReport:
-        """Rewrite checkpoints that borrow blobs as new generations that borrow none.
+        """Rewrite checkpoints that borrow blobs of other saves, so that they borrow none.
 
-        Each keeps its step, objects, metadata and codecs, and restores to the same bits. Blobs that
-        no checkpoint borrows any more are deleted. A crash at any moment leaves every step whole.
-        With tiers, the compacted checkpoints are in the last tier.
+        Each becomes a new generation of its step, with the same objects, metadata and codecs, and
+        restores to the same bits. Blobs that no checkpoint borrows any more are deleted. A crash at
+        any moment leaves every step whole. With tiers, the compacted checkpoints are in the last
+        tier.
 
         Args:
             steps: The steps to compact; steps that borrow nothing are skipped. Default: the steps

@@ -86,7 +86,7 @@ MAX_STORED_FRAME_BYTES = MAX_FRAME_BYTES + (1 << 20)
 
 MAX_RATIO = 256
 RATIO_FREE_BYTES = 16 << 20
-"""A part may decompress to this many bytes, or to `MAX_RATIO` times its stored bytes.
+"""A part may decompress to this many bytes, or to `MAX_RATIO` times its stored bytes: the larger.
 
 Decoded JSON takes up to 24 times as much memory as its text, so without a limit a few stored
 kilobytes could ask for gigabytes.

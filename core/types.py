@@ -32,8 +32,8 @@ ObjectPath: TypeAlias = tuple[str, ...]
 PAGE_BYTES = 4096
 """Bytes of a page of memory.
 
-A raw frame begins at the same offset in a page of its blob as its bytes in a page of memory. That
-offset is the frame's phase.
+The phase of a raw frame is the offset of its first byte within a page. It is the same in the blob
+and in memory.
 """
 
 
@@ -313,8 +313,8 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
     """Return the number of steps to insert keys into a table, or a number above the limit.
 
     Takes the first step of many keys at once, then the second, and so on. This is five times as
-    fast. Only the order is different for keys that are close to each other: another of two such
-    keys may get a slot.
+    fast. It changes the order only among keys that are close to each other: of two such keys that
+    try one slot, the later key may get it.
     """
     import numpy as np  # noqa: PLC0415 - as in `collide`
 

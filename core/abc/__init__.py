@@ -1,10 +1,10 @@
 """The contracts of `StateProvider`, `Codec`, `Backend` and `Replayer`, and their records.
 
 Covers the guarantees between plugins and core, with slow but correct defaults. `Coordination` is
-the contract through which ranks agree; users pass an instance, and no registry finds it. Code that
-calls a plugin is elsewhere. Each plugin contract has an API version; the registry refuses a class
-with another version. Conformance suites ship in `penstock.testing`. Everything may import this
-package.
+the contract through which ranks agree. It is no plugin: core creates the implementation, and no
+registry finds it. Code that calls a plugin is elsewhere. Each plugin contract has an API version;
+the registry refuses a class with another version. Conformance suites ship in `penstock.testing`.
+Everything may import this package.
 """
 
 from penstock.core.abc.backend import Backend, BlobWriter, check_blob_name

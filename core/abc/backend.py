@@ -155,7 +155,9 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, config: Any, /) -> None:
-        """Open the root that `config`, an instance of `Config`, names. A write may create it.
+        """Open the root that `config`, an instance of `Config`, names.
+
+        The root need not exist yet: the first write may create it.
 
         Raises:
             StorageError: The root cannot be used.

@@ -37,14 +37,15 @@ class MemoryKey(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Evenly spaced byte ranges of an object, its lines, which core compares instead of all bytes.
+    """A sample of an object's bytes: evenly spaced byte ranges, called lines.
 
-    The first line starts at the object's first byte; the last line ends at its last byte.
+    Core compares the lines instead of all bytes. The first line starts at the object's first byte.
+    The last line ends at its last byte, so it may start farther from the line before it.
 
     Attributes:
         width: Bytes of each line; a multiple of the itemsize.
-        step: Bytes from the start of one line to the next, except to the last line; a multiple of
-            the itemsize.
+        step: Bytes from the start of one line to the start of the next, except for the last line;
+            a multiple of the itemsize.
         steps: The number of lines before the last one.
     """
 
@@ -66,7 +67,7 @@ class PendingCopy(ABC):
 
     @abstractmethod
     def order(self) -> None:
-        """Make the device work that the calling thread issues from now on run after this copy.
+        """Order this copy before all device work that the calling thread issues from now on.
 
         On a device that cannot order work, this blocks like `wait`.
         """
@@ -166,7 +167,7 @@ class ByteSource(ABC):
         return False
 
     def locate(self) -> int | None:
-        """Return element 0's address; 0 if the memory was freed or shrunk, None if it is fixed."""
+        """Return element 0's address; 0 if freed or shrunk, None if the memory never moves."""
         return None
 
     @classmethod

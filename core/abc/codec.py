@@ -40,8 +40,8 @@ class CodecContext:
         raw_length: Bytes that `encode` takes and `decode` produces.
         base: The same chunk of an earlier checkpoint; None if the codec did not declare
             `needs_base` or no such chunk exists.
-        version: For `encode`, the codec's own version. For `decode` and its `output`, the version
-            that wrote the frame.
+        version: For `encode`, the codec's own version. For `decode`, and for `output` when a
+            frame is decoded, the version that wrote the frame.
     """
 
     dtype: str
@@ -61,10 +61,10 @@ class CodecOutput:
         dtype: Dtype name of the elements.
         itemsize: Bytes per element.
         elementwise: Whether the output has one element for each element of the chunk, in the same
-            order, and nothing else. The next codec then gets the chunk's shape and start;
-            otherwise it gets a one-dimensional shape.
-        tail: Whether further elements may follow in an elementwise output. The next codec then
-            gets a shape with the further rows that they need.
+            order, and nothing else unless `tail` is set. The next codec then gets the chunk's
+            shape and start; otherwise it gets a one-dimensional shape.
+        tail: Whether an elementwise output may have further elements after these. The next codec
+            then gets a shape with additional rows for them.
     """
 
     dtype: str = "uint8"

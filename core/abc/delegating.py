@@ -66,7 +66,8 @@ class DelegatingBackend(Backend):
 
     A subclass overrides the hook to change every call, or overrides single methods. `submit_read`
     and `submit_write` are delegated too, so they bypass an overridden `read` or `write`. A subclass
-    must then change both, or use those of `Backend`, which call `read` and `write` on threads.
+    that overrides `read` or `write` must also override the matching `submit_read` or
+    `submit_write`; the method of `Backend`, which calls `read` or `write` on a thread, will do.
     """
 
     name: ClassVar[str] = "delegating"
@@ -131,7 +132,7 @@ class DelegatingBackend(Backend):
         return self.around("read_record", (name,), call)
 
     def submit_write(self, writer: BlobWriter, requests: Sequence[WriteRequest], /) -> Future[None]:
-        """See `Backend.submit_write`. Delegates only for a `DelegatingWriter`."""
+        """See `Backend.submit_write`. For a writer of another class, calls `write` on a thread."""
         # A subclass may return its own writers, whose `write` must be called.
         if not isinstance(writer, DelegatingWriter):
             return super().submit_write(writer, requests)

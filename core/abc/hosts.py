@@ -33,7 +33,7 @@ class HostRoot(NamedTuple):
 
     Attributes:
         host: The name of the host.
-        epoch: The epoch of the root; 0 if no job has saved there.
+        epoch: The epoch of the newest job that has saved there (see `HostRecord`); 0 if none has.
         backend: The root.
         domain: Hosts with equal domains may fail together.
         ask: Asks that host to copy files of a checkpoint; None for the root of this host.
@@ -79,7 +79,7 @@ class HostRoots(DelegatingBackend, ABC):
 
     @abstractmethod
     def absent(self) -> tuple[str, ...]:
-        """Return the names of the hosts of the newest job that are not in this job.
+        """Return the names of the hosts that the last job to save had, and this job lacks.
 
         Raises:
             FormatError: The record that names them is damaged.
@@ -93,7 +93,8 @@ class HostRoots(DelegatingBackend, ABC):
         Args:
             own: The root of this host.
             others: The roots of the other hosts of the job.
-            leads: Whether this rank begins the epoch of the job, on all hosts.
+            leads: Whether this rank, before its first change, records the job in the roots of all
+                hosts as the newest.
         """
 
 
@@ -133,7 +134,8 @@ class HostRecord:
 
     Attributes:
         host: The name that this host had in that job.
-        epoch: The epoch of that job, higher than the earlier epochs of all its hosts.
+        epoch: A number that is higher for a newer job: above the earlier epochs of all hosts of
+            that job.
         hosts: The names of all hosts of that job.
     """
 

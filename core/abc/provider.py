@@ -72,7 +72,7 @@ def ranks_node(path: ObjectPath, count: int, /) -> Node:
 
 
 def ranks_of(node: Node | None, /) -> int | None:
-    """Return how many ranks stored objects below a node of per-rank objects; else None."""
+    """Return how many ranks stored objects below `node`; None if its objects are not per rank."""
     count = None if node is None or node.form != "dict" else node.meta.get("ranks")
     return count if type(count) is int and count > 0 else None
 
@@ -114,7 +114,8 @@ class Difference:
         here: A short phrase for what the template has.
         sentences: Complete sentences for the error text, each with its path.
         skippable: Whether `strict=False` may leave the live object unchanged.
-        advice: Another remedy, as the end of a sentence; may be empty.
+        advice: A remedy other than `strict=False`, as a clause such as "exclude='opt/**' keeps the
+            options of the template"; may be empty.
     """
 
     path: ObjectPath
@@ -167,7 +168,10 @@ class Placement:
     writes any memory. Not set for values.
     """
     settle: list[Callable[[], object]] = field(default_factory=list)
-    """Called after every `finish` of the whole restore: sets random state, which those may use."""
+    """Called after every `finish` of the whole restore.
+
+    They set random state, which a `finish` may change by drawing numbers.
+    """
 
     def differ(self, difference: Difference) -> None:
         """Add a difference, and its sentences as problems; `strict=False` may skip both."""
@@ -352,9 +356,9 @@ class PlaceContext(ABC):
         """Return the names that modules of the template give this tensor, preferred name first."""
 
     def tied_names(self, tensor: object, /) -> Sequence[str]:
-        """Return the names that the checkpoint ties to this tensor object.
+        """Return the other names that this tensor has in the checkpoint, where they are tied.
 
-        The template may have separate copies, such as one per pipeline stage.
+        In the template these names may belong to copies, such as one in each pipeline stage.
         """
         del tensor
         return ()
@@ -383,8 +387,9 @@ class StateProvider(ABC):
     def claims(self, kind: type, /) -> int | None:
         """Return this provider's priority for values of `kind`; None if it does not claim them.
 
-        Penstock's providers use 10 (anything with `state_dict`) to 50 (exact types). Two equal
-        claims are an error.
+        Penstock's providers use 10 (anything with `state_dict`) to 50 (exact types). If several
+        providers return the highest priority, Penstock's own wins, with a warning; if none of
+        them is Penstock's, this is an error.
         """
 
     @abstractmethod

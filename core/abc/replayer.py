@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Unit(Enum):
-    """The smallest part of the parameters whose step gives the same bits without the rest."""
+    """The smallest part of the parameters that can be stepped alone, with the same bits."""
 
     OPTIMIZER = "optimizer"
     """A step computes something over all parameters, such as a norm."""

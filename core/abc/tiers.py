@@ -38,7 +38,7 @@ _MAX_OPENED = (1 << 62) - 1
 _ID = re.compile(r"[0-9a-f]{32}")
 _ACCEPT = (
     'To accept this configuration, save or drain once with roots = "accept" in the options of its '
-    "backend (reading records nothing), for example: penstock drain "
+    "backend (a process that only reads does not record it), for example: penstock drain "
     "'tiered://?fast=...&durable=...&roots=accept'"
 )
 

@@ -124,7 +124,7 @@ def _list_of_rules(value: object) -> object:
         return value
     msg = (
         'Input should be a list of tables: [{"match": "optimizer/**", "codecs": ["zstd"]}], in '
-        "TOML [[rules]]; without rules leave it out"
+        "TOML [[rules]]; to have no rules, leave it out"
     )
     raise ValueError(msg)
 
@@ -141,7 +141,7 @@ def _grace(value: float) -> float:
     if value > 0:
         return value
     msg = (
-        "has to be above 0: a save whose intent is older than half of it is never committed. To "
+        "has to be above 0: a save without progress for half of this time is never committed. To "
         "prune at once: penstock prune URL --grace 0s"
     )
     raise ValueError(msg)
@@ -233,7 +233,7 @@ Duration: TypeAlias = Annotated[
 
 
 class Retention(_Model):
-    """Which checkpoints to keep. Checkpoints without a tag that no option keeps are deleted.
+    """Which checkpoints to keep. A checkpoint that no option keeps is deleted, unless it has a tag.
 
     Attributes:
         keep_last: Keep the N newest.
@@ -244,8 +244,8 @@ class Retention(_Model):
             added after the save. A checkpoint without a finite number is never among the best.
         best_mode: `"min"` if the lowest number is the best, `"max"` if the highest is.
         keep_within: Keep checkpoints that are at most this much older than the newest, by the
-            store's clock: `"90s"`, `"30min"`, `"24h"`, `"7d"`, or seconds. A run that pauses for a
-            month loses no checkpoint when it resumes.
+            store's clock: `"90s"`, `"30min"`, `"24h"`, `"7d"`, or seconds. A pause makes no
+            checkpoint older, but the first save after it does: its checkpoint is then the newest.
     """
 
     keep_last: int | None = Field(default=None, ge=1)
@@ -309,7 +309,7 @@ class Deltas(_Model):
         every: Every N-th save has no base; the saves in between use an earlier save as base. With 1
             no save has a base.
         max_chain: Maximum earlier frames that are needed to decode a frame. If it is below
-            `every - 1`, later checkpoints use an older base.
+            `every - 1`, a save that would need more uses an older base.
         memory_bytes: Host memory for the newest state, with which the next save is compared. The
             default is the size of the state, if that is at most a quarter of the memory. If the
             state does not fit, or with 0, each save reads the base from the store.
@@ -372,7 +372,7 @@ class CheckpointerConfig(_Model):
             blocked time), `"skip"` (it does not start), or `"raise"` an error.
         allow_pickle: Whether to pickle values that no provider can store, and to unpickle them.
             Loading a pickle runs its code: set this only for checkpoints that you trust.
-        defer: Patterns of further tensors that you promise to change only after the fence, for lazy
+        defer: Patterns of further tensors that you promise not to change before the fence, for lazy
             saves.
         fence_timeout_s: Seconds that training waits for a pending capture before it abandons that
             save.

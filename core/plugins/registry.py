@@ -516,7 +516,8 @@ class ProviderSet:
         """Return the provider that claims `kind` with the highest priority; None if none does.
 
         Raises:
-            PluginError: Two providers have the same highest priority, or a priority is invalid.
+            PluginError: Several third-party providers have the same highest priority, and none of
+                Penstock's has it; or a priority is invalid.
         """
         with self._lock:
             if kind not in self._by_type:
@@ -527,7 +528,8 @@ class ProviderSet:
         """Return the provider that rebuilds `form`.
 
         Raises:
-            PluginError: No provider or several providers rebuild the form.
+            PluginError: No provider rebuilds the form; or several third-party providers do, and
+                none of Penstock's.
         """
         names = [name for name, (p, _) in self._providers.items() if form in p.forms]
         if not names:

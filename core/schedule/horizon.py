@@ -32,7 +32,10 @@ class Horizon:
 
     @classmethod
     def after(cls, saved: int, number: int) -> Horizon:
-        """Return the horizon right after a save was due: every rank knows the first promise."""
+        """Return the horizon right after a save was due at `saved`.
+
+        Every rank knows its promise without a post: no save is due before the next step.
+        """
         return cls(saved, number, 0, DuePost(saved + 1, due=False))
 
     @property
@@ -59,8 +62,8 @@ class Horizon:
     def next_promise(self, step: int, wanted: int | None) -> DuePost:
         """Return the next promise of rank 0, which is at `step`.
 
-        The longer the last save is ago, the further the promise reaches. So few promises are
-        needed, and they delay a due save by at most two steps and a quarter of the interval.
+        The longer the last save is ago, the further the promise reaches. Therefore few promises
+        are needed. They delay a due save by at most two steps and a quarter of the interval.
 
         Args:
             step: The step of rank 0.

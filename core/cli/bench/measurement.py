@@ -74,8 +74,8 @@ _BACKEND: Mapping[str, tuple[int | str, ...]] = {
     "parallel": (4, 16, 64),
     "part_bytes": (8 << 20, 32 << 20),
 }
-"""The values to try for options of shipped backends; other backends may have options with these
-names."""
+"""The values to try for options of shipped backends, and for options of other backends with the
+same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ class Report:
         direct_io: Whether the backend bypasses the page cache.
         local: Whether the store is a folder of this machine. If so, plain system calls measured its
             raw limit; if not, the backend did.
-        cold: Whether no blob read of the default case can have come from the page cache; always
-            False if not `local`.
+        cold: Whether it is certain that no read of the default case got a blob from the page cache;
+            always False if not `local`.
         cores: The cores that this process may use.
         bytes: The size of the state.
         raw: The raw limit.

@@ -188,7 +188,7 @@ def remove(backend: Backend, prefix: str) -> None:
 
 @contextmanager
 def without_traces(root: Path | None) -> Iterator[None]:
-    """Remove those of `root` and its parents that the block creates, if they are empty at its end.
+    """After the block, remove `root` and each of its parents that the block made and left empty.
 
     By default SIGTERM and SIGHUP end Python without running `finally`. In the block they raise
     SystemExit, so that the folders are removed then too.

@@ -59,8 +59,8 @@ def delete(
         bool,
         typer.Option(
             "--force",
-            help="Delete even pinned checkpoints, those with unreadable notes, and the last whole "
-            "checkpoint.",
+            help="Delete even pinned checkpoints, those whose tags cannot be read, and the last "
+            "whole checkpoint.",
         ),
     ] = False,
     tier: Annotated[
@@ -135,7 +135,7 @@ def delete(
 
 
 def _check_pins(backend: Backend, catalog: Catalog, chosen: Collection[int]) -> None:
-    """Refuse to delete a pinned checkpoint, or one with a note that may be a pin.
+    """Refuse to delete a pinned checkpoint, or one with an unreadable note, which may be a pin.
 
     Raises:
         ConfigError: One of the steps is pinned, or may be; nothing was deleted.
@@ -241,7 +241,8 @@ def _print_kept(
         len(one.uids) < one.generations for one in doomed
     ):
         print_line(
-            "some data stays, since another record may need it; `penstock prune` deletes leftovers"
+            "some data stays, since another commit record may need it, or a deleted one was "
+            "unreadable; `penstock prune` deletes leftovers"
         )
 
 
@@ -280,9 +281,9 @@ def prune(
     """Delete the data that crashed saves left behind, and show how much was freed.
 
     Checkpoints are never touched. If a commit record is unreadable, deletes nothing and exits with
-    1, since that checkpoint may need any data. Does the same if the run has old data but no commit
-    record, since the run may be a copy in flight. With --all, asks, and then deletes that data too
-    if it is older than --grace.
+    1, since that checkpoint may need any of the data. Without --all, does the same if the run has
+    old data but no commit record, since the run may be a copy in flight. With --all, asks, and then
+    deletes the data of such a run if it is older than --grace.
 
     Examples:
       penstock prune runs/gpt --dry-run

@@ -90,7 +90,8 @@ class Shown:
             own are encoded against.
         links: The greatest number of other frames that decoding one of its frames needs.
         stats: Statistics of its values, if requested and computable.
-        rounding: The lossy ones among its codecs, and those that are not installed, which may be.
+        rounding: Those of its codecs that are lossy, and those that may be, since they are not
+            installed.
     """
 
     record: ObjectRecord

@@ -170,7 +170,7 @@ def _print(report: VerifyReport, url: str, listed_uids: Collection[str]) -> None
     if report.lossy:
         print_line(
             f"lossy codecs in step {report.step}: {', '.join(report.lossy)}; they rounded values "
-            "during the save, and a whole checkpoint decodes to the rounded values"
+            "during the save, so even a whole checkpoint has rounded values"
         )
     for torn in report.torn_logs:
         print_line(

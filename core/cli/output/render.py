@@ -36,8 +36,8 @@ class Column(Generic[T]):
         title: The head of the column.
         cell: Returns the cell of an item; each item is a line of the table.
         right: Whether its cells are aligned right.
-        keep: In a narrow terminal, columns with the lowest `keep` are dropped first; a column with
-            0 is never dropped.
+        keep: 0 for a column that is never dropped. In a narrow terminal, the others are dropped in
+            ascending order of `keep`.
         flexible: Whether its cells may be cut (with an ellipsis) to fit.
         spare: Whether the column is dropped before a flexible column is cut.
         middle: Whether cells are cut in the middle; the end of a path matters most.
