@@ -9,7 +9,8 @@ A power of two moves only exponents, so the stored factor is at least 1 and belo
 rounded to nearest even. They come from a table that integer arithmetic fills: floating point would
 depend on whether the thread flushes subnormal numbers.
 
-A frame of n elements in b = ceil(n / 32768) blocks, with e exceptions in r runs, is little-endian:
+Elements to which no code decodes are exceptions. A frame of n elements in b = ceil(n / 32768)
+blocks, with e exceptions in r runs, is little-endian:
 
     2 n bytes   a code for each element: its bfloat16 number; of an exception, its top 16 bits
     4 bytes     the factor, as float32
@@ -18,8 +19,8 @@ A frame of n elements in b = ceil(n / 32768) blocks, with e exceptions in r runs
     2 r bytes   the number of exceptions in each run
     2 e bytes   the lower 16 bits of each exception
 
-Exceptions come in runs where another layer adds to the gradient of some rows, as an embedding does
-whose weight is also that of the output layer.
+Exceptions come in runs where another layer adds to the gradient of some rows, such as an embedding
+that shares its weight with the output layer.
 
 A code is not multiplied if its exponent has only zeros or only ones (zeros, subnormal numbers,
 infinities, NaNs): it is the top half of an element whose lower half is zero.

@@ -5,9 +5,10 @@ must not become zero, since an update is divided by their root.
 
 A frame stores the smallest and largest nonzero numbers of each block of 256 elements, and each
 element as one of 255 evenly spaced logarithms between these. Only zero has the code 0. The
-logarithm is a fixed-point number: the exponent's bits, and the middle of one of 4096 cells that a
-table gives for the upper bits of the mantissa. Decoding uses integers only, even for the square
-roots in the table, so a frame decodes to the same bits on every machine.
+logarithm is a fixed-point number: the exponent's bits, then 23 bits from a table. For the upper
+bits of the mantissa, the table gives one of 4096 cells of equal size, as the middle of the cell.
+Decoding uses integers only, even for the square roots in the table, so a frame decodes to the same
+bits on every machine.
 
 A frame of n elements (as float32) in b = ceil(n / 256) blocks has:
 
@@ -15,9 +16,10 @@ A frame of n elements (as float32) in b = ceil(n / 256) blocks has:
     4 b bytes   bits of its largest number
     n bytes     codes
 
-An element of code q > 0 has the logarithm log(low) + (q - 1) step. It decodes to low or high if its
-cell is at or beyond theirs, else to the number in the middle of its cell. With
-R = log(high) - log(low), step is max(1, ceil(R / 254)), but 2049 instead of 2048.
+An element of code q > 0 has the logarithm log(low) + (q - 1) step. It decodes to low if its cell is
+that of low or below, to high if its cell is that of high or above, else to the number in the middle
+of its cell. With R = log(high) - log(low), step is max(1, ceil(R / 254)); but if that is 2048, the
+size of a cell, step is 2049.
 
 A second pass does not change rounded numbers: the step nearest to the middle of a cell is either
 the step that the number had before, or is in the same cell.

@@ -86,7 +86,7 @@ class FsspecBackend(Backend):
 
     @property
     def direct_io(self) -> bool:
-        """Always False; does not probe the store as `capabilities` does."""
+        """Always False. Unlike `capabilities`, does not probe the store."""
         return False
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class Batch:
-    """Completes its future when the last holder releases it. Its creator is the first holder."""
+    """A batch of writes, whose future completes when the last holder releases the batch.
+
+    Holders are the creator of the batch, and each transfer that still uses the caller's memory.
+    """
 
     def __init__(self) -> None:
         self.future: Future[None] = Future()

@@ -161,7 +161,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _collect(value: object, texts: list[str], name: str = "", *, secret: bool = False) -> None:
-    """Add the strings in options that may be secret to `texts`.
+    """Add to `texts` the strings in options that may be secret.
 
     Leaves out options that are known to be harmless, and short strings of options whose names
     suggest no secret.

@@ -436,8 +436,9 @@ def _time_s(info: dict[str, Any]) -> float | None:
 class StreamWriter(StoreWriter):
     """Appends to a stream, opened on first use. Fills gaps with zeros.
 
-    If the stream cannot be truncated, `seal` rewrites the blob, up to the size of one part. Closing
-    the stream makes the blob durable; if the stream has a file descriptor, `seal` syncs it first.
+    If the stream cannot be truncated, `seal` rewrites the blob, or fails if more than `part_bytes`
+    would remain. Closing the stream makes the blob durable; if the stream has a file descriptor,
+    `seal` syncs it first.
     """
 
     _store: FileStore

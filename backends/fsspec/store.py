@@ -41,7 +41,7 @@ _WASTE = 20  # a span may have `gap_bytes` of gaps, and one more byte for each 2
 class Store(ABC):
     """Accesses one root for `FsspecBackend`, which checks names. Thread-safe.
 
-    `Backend` documents the methods without a docstring.
+    For methods without a docstring, see `Backend`.
     """
 
     def __init__(self, config: FsspecConfig) -> None:

@@ -78,9 +78,10 @@ class HostsBackend(HostRoots):
     """Writes to the root of this host; reads, lists and deletes in the roots of all hosts.
 
     Names of blobs and parts contain the uid of the save and the rank, so only records have the same
-    names in several roots. Records in `commits/`, `notes/` and `tier/` count only in roots of the
-    newest epoch: otherwise a host that missed a job would bring back records that the job deleted
-    or replaced.
+    names in several roots. The first change by a job begins a new epoch, whose number is stored in
+    the roots of all its hosts. Records in `commits/`, `notes/` and `tier/` count only in roots of
+    the newest epoch: otherwise a host that missed a job would bring back records that the job
+    deleted or replaced.
     """
 
     name: ClassVar[str] = "hosts"
@@ -219,7 +220,7 @@ class HostsBackend(HostRoots):
         return [infos[name] for name in sorted(infos)]
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
-        """Publish in this host's root; also in all other roots if every host has such a record.
+        """Publish in this host's root; records in `commits/`, `notes/` and `tier/` in all roots.
 
         With `exclusive`, no other root may have the name. A failure to publish on another host is
         only logged: that host's root lacks the record until the next job publishes it there.
@@ -252,7 +253,7 @@ class HostsBackend(HostRoots):
             msg = (
                 f"{self.url} is the root of one host, and nothing was deleted: the hosts "
                 f"{', '.join(absent[:_SHOWN])} of the last job may need the data. Delete in a job "
-                "with these hosts, or in a job without them after its first save"
+                "with these hosts. A job without them can delete after its first save"
             )
             raise StorageError(msg)
         self._begin_epoch()

@@ -2,7 +2,8 @@
 
 A direct transfer covers whole pages of the file. If a buffer and its range of the file have the
 same offset in a page, the aligned middle is moved in place. Edges and other buffers are copied
-through the page-aligned slot of the transfer's lane: `[head | middle | tail]` in one call.
+through a slot of page-aligned memory: `[head | middle | tail]` in one call. Each lane of an engine
+(a thread, or an entry of the ring) moves one transfer at a time, and has one slot.
 """
 
 from __future__ import annotations

@@ -449,8 +449,8 @@ def about_osts(
         return sentence
     roomiest = max(free, key=lambda ost: free[ost])
     return (
-        f"{sentence}; of {len(free)} OSTs, {_named(roomiest, free)} has the most: a full OST stops "
-        "a file even if others have room ('lfs df' shows them)"
+        f"{sentence}; the emptiest of {len(free)} OSTs is {_named(roomiest, free)}: a full OST "
+        "stops a file even if others have room ('lfs df' shows them)"
     )
 
 

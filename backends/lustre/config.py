@@ -29,8 +29,8 @@ class LustreConfig(LocalConfig):
         allocate_bytes: The bytes to reserve ahead of the writes, as in every file backend. 0 by
             default: not every Lustre supports this, and its gain there is not measured.
         engine: The engine that moves bytes; `auto` uses io_uring if possible.
-        parallel: Maximum requests in flight. Only short requests reach this number, since a save
-            has 256 MiB in flight.
+        parallel: Maximum requests in flight. A save has at most 256 MiB in flight: 64 requests of
+            4 MiB, or 16 of 16 MiB.
         stripe_count: The number of OSTs of a blob. `auto` chooses it for each blob, -1 uses all
             OSTs, and 0 uses the file system's default. `inherit` uses the folder's default layout.
         stripe_bytes: The stripe size in bytes; `auto` chooses it for each blob.

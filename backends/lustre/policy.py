@@ -95,13 +95,13 @@ def plan_striping(demand: Demand, osts: tuple[Ost, ...], /) -> Striping:
       and each writer in a full round has one stripe. The remaining writers have the fewest stripes
       that balance the OSTs within `SLACK`.
     * If there are fewer writers than OSTs, each writer has its own OSTs, at most one for each
-      request in flight. If a writer could use more OSTs and this balances them worse than
+      request in flight. If a writer could use more OSTs, and separate OSTs are balanced worse than
       `SEPARATE_SLACK` allows, writers share OSTs instead: they have the fewest stripes that balance
       the OSTs, and start evenly spaced.
-    * Stripes are so long that half of a writer's bytes in flight cover its share of the OSTs. Few
-      writers have large shares, so their stripes are short and all OSTs work at once. Many writers
-      have small shares, so their stripes are long: each writer uses one OST at a time, and an OST,
-      which idles while it switches objects, switches seldom.
+    * The stripe size is, within limits, half of a writer's bytes in flight, divided by its share of
+      the OSTs (OSTs per writer). Few writers have large shares, so their stripes are short and all
+      OSTs work at once. Many writers have small shares, so their stripes are long: each writer uses
+      one OST at a time, and an OST, which idles while it switches objects, switches seldom.
     * A single writer lets the metadata server choose the OSTs, since the server knows them best.
       For several writers the server would choose at random if free space differs, and writers
       would share OSTs. So each of several writers has its own place on a ring of the OSTs that have
@@ -196,7 +196,7 @@ def _short_requests(demand: Demand) -> int:
 
 
 def _stripe_bytes(demand: Demand, count: int, ring: int) -> int:
-    """Return the stripe size; half of a writer's bytes in flight cover its share of the OSTs."""
+    """Return the stripe size in bytes; see `plan_striping`."""
     if count == 1:
         return _in_units(demand.io_bytes)
     flight = min(demand.in_flight_bytes, demand.in_flight * demand.io_bytes)

@@ -72,7 +72,7 @@ class TieredConfig(PluginConfig):
             answer: `skip` the save, `block` training until a tier has room, or `raise`
             StorageFullError.
         roots: Whether to `check` that these tiers were used together before, or to `accept` and
-            record the current tiers once.
+            record them as they are now; set `accept` for one save or drain only.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -154,7 +154,7 @@ class TieredBackend(Backend):
         return cls.Config.model_validate(options)
 
     def _check_roots(self) -> None:
-        """Read the root records; skip each tier that has the wrong root or does not answer.
+        """Read the root records; skip each tier that does not answer, or that looks unmounted.
 
         Raises:
             ConfigError: The tiers belong to different runs, or have a different order.
@@ -317,7 +317,7 @@ class TieredBackend(Backend):
         return self._first(lambda backend: backend.stat(name))
 
     def delete(self, names: Sequence[str], /) -> None:
-        """Delete from the slowest tier to the fastest, so that no blob is copied again."""
+        """Delete from the slowest tier to the fastest; if one fails, faster tiers are unchanged."""
         for backend in reversed(self._backends):
             backend.delete(names)
 

@@ -10,7 +10,7 @@ A frame is little-endian and self-contained:
 |---|---|
 | 20 | head: version, itemsize, flags, zero; elements of a block, columns, first column, base |
 | rows + columns | terms of the rows and of the columns, if elements are predicted |
-| (1 + 4 planes) blocks | the kind of each block, and the length and method of each plane |
+| (1 + 4 * planes) * blocks | the kind of each block, and the length and method of each plane |
 | ... | the planes, block after block, in each block the lowest first |
 
 One-byte elements have one plane. Larger elements have two planes for their top bytes (see
@@ -152,7 +152,7 @@ def decide(words: Elements, context: CodecContext, *, predict: bool) -> Decision
 
 
 def _bits(top: Words, shift: int, below: int) -> list[float]:
-    """Return the entropies of the 8 bits above the lowest `shift`, and of the bits in `below`."""
+    """Return the entropies of the 8 bits above the lowest `shift` bits, and of the mask `below`."""
     planes = np.right_shift(top, shift), np.bitwise_and(top, below)
     return [entropy_bits(plane.astype(np.uint8)) for plane in planes]
 

@@ -1,9 +1,10 @@
 """Decides which rank reads the bytes that several ranks or several hosts need. Sans-IO.
 
-The ranks of a host know each other's plans. A plan may have a million rows, so hosts exchange
-digests of their needs instead. If two hosts need the same bytes for the same members, their digests
-are equal, and each host already knows the rows that a digest covers. If digests are equal by
-chance, only time is lost: a rank refuses a request for bytes that it does not read.
+The ranks of a host that read together are its members, numbered from 0. They know each other's
+plans. A plan may have a million rows, so hosts exchange digests of their needs instead. If the
+members with the same numbers need the same bytes on two hosts, the digests of both hosts are equal,
+and each host already knows the rows that a digest covers. If digests are equal by chance, only time
+is lost: a rank refuses a request for bytes that it does not read.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PlannedRange(NamedTuple):
     Attributes:
         blob: The index of the blob's name in the plan.
         offset: The offset of the frame in the blob.
-        block_bytes: The distance between checksum cuts; 0 for an encoded frame.
+        block_bytes: The bytes per checksum in a raw frame; 0 for an encoded frame.
         start: The first byte, counted from the start of the chunk.
         stop: The end of the range, counted from the same place.
     """
@@ -119,10 +120,10 @@ class Division:
     """The reads of one member of a host.
 
     Attributes:
-        alone: The jobs whose bytes no other rank needs.
-        pieces: The pieces that this member shares with others. Pieces with takers come first;
-            the rest of the order is by blob and offset. Ranks that pass bytes on to each other
-            all use this order, so that no two of them wait for each other.
+        alone: The reads of bytes that no other rank needs.
+        pieces: The pieces that this member shares with others. Pieces that several members of
+            this host need come first; the rest of the order is by blob and offset. Ranks that pass
+            bytes on to each other all use this order, so that no two of them wait for each other.
     """
 
     alone: tuple[FrameJob[CodecChain], ...]
@@ -130,7 +131,7 @@ class Division:
 
 
 class OwnPlan:
-    """The plan of this rank, with the job of each row."""
+    """The plan of this rank, with the `FrameJob` of each row."""
 
     def __init__(self, jobs: Sequence[FrameJob[CodecChain]], *, most_bytes: int) -> None:
         """Plan the reads of `jobs`. Chunks larger than `most_bytes` are not shared."""
@@ -165,7 +166,7 @@ class OwnPlan:
         Args:
             needs: The needs of all members, including this one.
             me: The index of this member.
-            relayed: The routes of components that other hosts also need, by component number.
+            relayed: The routes of components that other hosts also need, by index in `needs`.
         """
         own = needs.component_of(me)
         alone: dict[int, tuple[FrameJob[CodecChain], list[ByteRange]]] = {}
@@ -188,7 +189,7 @@ class OwnPlan:
 
 
 class HostNeeds:
-    """The needs of a host's members as components: each joins overlapping ranges of one frame."""
+    """The needs of a host's members. Overlapping ranges of one frame form one component."""
 
     def __init__(self, plans: Sequence[ReadPlan]) -> None:
         """Join the plans of all members, given in the order of members."""
@@ -253,7 +254,7 @@ class HostNeeds:
         Args:
             components: The components, in stored order.
             load: The bytes that each member (column) of each host (row) reads already. All of these
-                hosts need the components. The bytes of the components are added.
+                hosts need the components. This method adds the bytes of the components.
 
         Returns:
             The number of each component's reader: the row of its host times the member count, plus

@@ -206,7 +206,7 @@ class RootsOfJob:
         return _Posted(identity, place.host, _epoch(own), domain, *server.address)
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
-        """Return, for each place, the ranks that serve its roots: the first rank of each root.
+        """Return the ranks that serve roots, by the tier's number: the first rank of each root.
 
         Raises:
             RankError: A rank has not reported in time, or has failed.

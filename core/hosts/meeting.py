@@ -1,8 +1,9 @@
 """Brings the ranks of a host together: they exchange plans, windows and sockets.
 
-The first rank listens on a socket of the abstract namespace, which leaves no file. It sends each
-rank the plans and windows of all ranks, and a socket to each other rank. Either all ranks get the
-same data or none gets any, so all divide the reads the same way.
+A window is memory of one rank that the other ranks can read. The first rank listens on a socket of
+the abstract namespace, which leaves no file. It sends each rank the plans and windows of all ranks,
+and a socket to each other rank. Either all ranks get the same data or none gets any, so all divide
+the reads the same way.
 """
 
 from __future__ import annotations

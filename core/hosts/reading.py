@@ -87,8 +87,8 @@ class JobReading:
         """Prepare; send nothing.
 
         Args:
-            session: The round of the restore. If it has news before this rank has restored, another
-                rank has failed.
+            session: The round of the restore. Its `has_news` is true before this rank has restored
+                only if another rank has failed.
             sharing: Which reads are done once.
             network: The network between hosts, such as `10.1.0.0/16`; None: the network that leads
                 to the job's store.
@@ -259,7 +259,7 @@ class Ways(NamedTuple):
     """The routes between this host and the other hosts.
 
     Attributes:
-        relayed: The routes of bytes that other hosts also need, by component number.
+        relayed: The routes of bytes that other hosts also need, by component in `HostNeeds`.
         addresses: The addresses of the ranks that exchange bytes with this rank.
         relay: Transfers the bytes; None: this rank cannot listen and exchanges no bytes.
     """
@@ -385,7 +385,7 @@ class SharedReading:
         return True
 
     def _run(self, loader: Loader, alone: Loader, relay: Relay | None = None) -> LoadStats:
-        """Read everything with `loader`. Read with `alone` the pieces that others did not lend."""
+        """Read everything with `loader`; the loader `alone` reads what others did not lend."""
         # Moved out of `self`: the exchange refers to this object, and a cycle would keep the window
         # alive.
         stats, exchange, self._exchange = LoadStats(), self._exchange, None

@@ -68,7 +68,7 @@ class _Source:
 
 @dataclass(eq=False, slots=True)
 class _Recipient:
-    """A rank that this rank reads for, and the number of offers that it has not taken yet."""
+    """A rank that this rank reads for; `waited` counts the offers that it has not taken yet."""
 
     quiet: Watchdog
     waited: int = 0
@@ -92,9 +92,10 @@ class Offer:
 
 
 class Relay:
-    """One rank's part in the relay. Thread-safe.
+    """Offers bytes that this rank has read to ranks of other hosts, and fetches theirs.
 
-    The rank listens from construction on. `start` sets which bytes it will offer and receive.
+    Thread-safe. Listens from construction on. `start` sets which bytes this rank will offer and
+    receive.
     """
 
     def __init__(self, secret: bytes, rank: int, address: str, timing: Timing) -> None:
@@ -346,8 +347,8 @@ class RelayedStore(DelegatingBackend):
     """Reads like `inner`, but exchanges bytes with other ranks instead of reading them twice.
 
     Only `submit_read` exchanges bytes; `read` always reads from the store. If another rank does not
-    pass its bytes on, they come from the store too. The first of `tiers` is the store again, for a
-    reader that finds received bytes damaged.
+    pass its bytes on, they come from the store too. The first of `tiers` is the store itself: a
+    reader that finds received bytes damaged reads them there.
     """
 
     name: ClassVar[str] = "relayed"
@@ -399,7 +400,10 @@ class RelayedStore(DelegatingBackend):
         return Tier("", _StoreAgain(self)), *super().tiers
 
     def forget(self, request: ReadRequest) -> int | None:
-        """Count received bytes as read from the store; return the rank that sent them, if any."""
+        """Count bytes from another rank as read from the store instead; return that rank.
+
+        Returns None, and counts nothing, if the bytes came from the store.
+        """
         with self._lock:
             ranks = self._received.get(_place(request))
             if not ranks:
@@ -484,7 +488,7 @@ class _StoreAgain(DelegatingBackend):
         for request in requests:
             rank = self._relayed.forget(request)
             if rank is None:
-                msg = f"{request.name} was read from the store itself"
+                msg = f"{request.name} came from the store, not from another rank"
                 raise StorageError(msg)
             log.warning(
                 "%d bytes at %s:%d from rank %d are damaged, so this rank reads them from the "

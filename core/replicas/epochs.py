@@ -1,12 +1,13 @@
 """Deletes commit records on several hosts, by a new epoch without these records. Sans-IO.
 
-Deleting a record on one host after another would not be final: a host that did not answer would
-bring the record back, and so would a host that copies it meanwhile from a host that still has it.
-So rank 0 proposes a higher epoch with the records that remain. Rank 0's own host joins first, and
-from then on only records in roots of the new epoch count. Each host that joins makes its records
-equal to the proposal's before it writes the epoch into its root, in this order: `is_late`,
-`resets`, `copied`, `is_late` again, `deleted`. A host that does not answer keeps the earlier epoch,
-and may join a later one.
+Each root has an epoch, and commit records count only in roots of the highest epoch. Deleting a
+record on one host after another would not be final: a host that did not answer would bring the
+record back, and so would a host that copies it meanwhile from a host that still has it. So rank 0
+proposes a higher epoch with the records that remain. Rank 0's own host joins first, and from then
+on only records in roots of the new epoch count. Each host that joins makes its records equal to the
+proposal's before it writes the epoch into its root, in this order: `is_late`, `resets`, `copied`,
+`is_late` again, `deleted`. A host that does not answer keeps the earlier epoch, and may join a
+later one.
 
 A job proposes its first epoch before its first commit, once all its hosts have answered. It
 publishes commit records only in a root that has its epoch. A host copies a commit record only from
@@ -54,9 +55,10 @@ class EpochProposal:
     def resets(self, root: RootListing) -> Epoch:
         """Return the epoch that a host writes into its root before it changes a record.
 
-        A root of an epoch earlier than `before` must leave its epoch first. If its host is killed
-        halfway, the root has records of two epochs, and must not count like the roots that have
-        only records of its old epoch. But it must rank above roots of still earlier epochs.
+        A root of the epoch `before` keeps its epoch. A root of an earlier epoch keeps only the
+        number, without the job. If its host is killed halfway, the root has records of two epochs,
+        and must not count like the roots that have only records of its old epoch. But it must rank
+        above roots of still earlier epochs.
         """
         return root.epoch if root.epoch == self.before else Epoch(root.epoch.number)
 

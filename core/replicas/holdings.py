@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Epoch(NamedTuple):
-    """Orders the changes that all jobs make to a run's commit records; see `epochs`.
+    """How recent the commit records of a root are: only those of the highest epoch count.
 
     Attributes:
         number: Higher than all earlier numbers that the job could see.
@@ -98,7 +98,7 @@ class Holdings:
         return [name for name, size in files.items() if not self.holders(name, size)]
 
     def unsafe(self, files: Mapping[str, int], groups: HostGroups) -> list[str]:
-        """Return the files with too few copies. A checkpoint is replicated if there are none."""
+        """Return the files with too few copies. A checkpoint without such files is replicated."""
         return [n for n, size in files.items() if not groups.is_safe(self.holders(n, size))]
 
     def pulls(self, files: Mapping[str, int], groups: HostGroups) -> dict[str, list[str]]:

@@ -53,7 +53,10 @@ class Replication:
             self._choose()
 
     def failed(self, key: CheckpointKey) -> None:
-        """Replace a target that a host cannot copy with the newest checkpoint, if that is newer."""
+        """Give up `key`, which a host cannot copy, and make the newest checkpoint the target.
+
+        Does nothing if `key` is not the target.
+        """
         if key == self.target:
             self._choose()
 

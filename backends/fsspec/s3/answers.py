@@ -88,7 +88,7 @@ class BrokenAnswerError(ConnectionError):
 def code_of(error: BaseException) -> str:
     """Return the S3 error code of an error answer; empty if the store did not answer.
 
-    An answer without a code, such as the page of a gateway, has the code `HTTP` with its status.
+    For an answer without a code, such as the page of a gateway, returns its status: `HTTP 502`.
     """
     answer = getattr(error, "response", None)
     if not isinstance(answer, dict):
@@ -195,5 +195,5 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _named(error: BaseException, names: Collection[str]) -> bool:
-    """Compare by name, so that this module can be imported without botocore."""
+    """Return whether a class of the error has one of `names`; this needs no import of botocore."""
     return any(cls.__name__ in names for cls in type(error).__mro__)

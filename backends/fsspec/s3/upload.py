@@ -68,8 +68,8 @@ class S3Writer(StoreWriter):
     Part `n` holds bytes `[n * part_bytes, (n + 1) * part_bytes)`, so a repeated upload of a part
     replaces it. Large buffers are uploaded from the caller's memory. The writer copies small
     buffers, and the first batch's bytes of a part that two batches share. It keeps up to three
-    incomplete parts for batches that arrive out of order, and uploads the first of more as it is. A
-    later write into an uploaded part fails.
+    incomplete parts for batches that arrive out of order. If there are more, it uploads the first
+    of them with zeros in its gaps. A later write into an uploaded part fails.
 
     A blob can be cut at the end of any part, but not inside an uploaded part.
 

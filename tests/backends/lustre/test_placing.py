@@ -16,7 +16,7 @@ def test_a_full_ost_is_named_with_free_space():
     text = about_osts(errno.ENOSPC, STRIPED, ByteRange(16 * MIB, 32 * MIB), OSTS)
     assert "OST 26 (OST001a) with 1.5 MB free" in text
     assert "OST 3 " not in text
-    assert "OST 7 (OST0007) with 900,000.0 MB free has the most" in text
+    assert "OSTs is OST 7 (OST0007) with 900,000.0 MB free" in text
 
 
 def test_no_ost_is_named_without_a_known_culprit():
