@@ -2,7 +2,7 @@
 
 import pytest
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S
-from tests.integration.ranks.test_hosts import Hosts, posix, saved, state_of
+from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
 from tests.integration.training import Gate
 
 from penstock.core.format.records import parse_commit_name
@@ -171,3 +171,34 @@ def test_next_job_replaces_the_copies_of_a_lost_host(hosts):
         hosts.lose(lost)
         assert hosts.restore("bcdx".replace(lost, "y")) == 2
         bring_back()
+
+
+def test_copy_in_flight_is_not_read(hosts, caplog):
+    root, gate = hosts.faulty("b"), Gate()
+
+    def work(ckpt, rank, count):
+        saved(ckpt, rank, count, 1)
+        if rank == 0:
+            held = root.block("seal", gate, match="/00000-0.raw")
+        saved(ckpt, rank, count, 2)
+        while rank == 0 and not held.reached.wait(60):
+            pass
+        found = restored(ckpt, rank, count, "latest")
+        if rank == 0:
+            gate.set()
+        return found, handle(ckpt).replicated.result(300)
+
+    assert hosts.run("ab", work) == [(2, True), (2, True)]
+    assert not caplog.records
+
+
+def test_one_host_has_no_copies(hosts):
+    assert hosts.run("aa", lambda *of: replicated(*of, 1)) == [[False], [False]]
+
+
+def test_lost_host_is_recovered_without_the_durable_tier(tmp_path):
+    hosts = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
+    assert hosts.run("abc", lambda *of: replicated(*of, 1, 2)) == [[True, True]] * 3
+    hosts.lose("b")
+    (tmp_path / "durable").rename(tmp_path / "away")
+    assert Hosts(tmp_path, copies=1).restore("axc") == 2
