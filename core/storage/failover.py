@@ -59,7 +59,7 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
             if whole is None:
                 raise
             tier_name, result = whole
-            log.warning("%s; read the good copy in tier %s instead", str(error), tier_name)
+            log.warning("%s; the good copy in tier %s was read instead", str(error), tier_name)
             if isinstance(backend, ObservedBackend):
                 for damaged in error.damaged:
                     backend.on_failover(damaged, tier_name)
