@@ -247,7 +247,7 @@ class Loader:
             cancel=session.cancel,
         )
         for blob, tier in dict(stats.rescued).items():
-            log.warning("%s is damaged; read the good copy in tier %s instead", blob, tier)
+            log.warning("%s is damaged; the good copy in tier %s was read instead", blob, tier)
         for blob, tier in dict.fromkeys(stats.rescued):
             self._on_failover(blob, tier)
         self._idle.append(scratch)  # not after an error: a stuck store may still write into it

@@ -247,11 +247,13 @@ class SaveAgreement(RankSession[SaveRound]):
             raise self._end_error(phase)
 
     def seal(self, part: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Post that this rank's part is durable, and wait until every rank's part is.
+        """Post that this rank's part is durable, and wait.
+
+        Rank 0 waits until every rank's part is durable. The other ranks wait until the checkpoint
+        is committed.
 
         Returns:
-            On rank 0, the posts of the other ranks, by rank. On every other rank an empty dict; the
-            checkpoint is committed then.
+            On rank 0, the posts of the other ranks, by rank. On every other rank, an empty dict.
 
         Raises:
             PenstockError: The save is given up.
@@ -411,7 +413,7 @@ class SaveAgreement(RankSession[SaveRound]):
             cause = Verdict(commit=False, rank=0, host=host, cause=result.cause)
             return error_of(cause, what, stays)
         if verdict is not None and verdict.commit:
-            return LostRaceError(f"{what}: another saver owns it. {stays}".rstrip())
+            return LostRaceError(f"{what}: another process published that step first")
         if verdict is not None and verdict.rank == self.rank:
             why = f"{what}: the other ranks gave it up, since this one {verdict.cause}"
             return SaveError(f"{ended(why)} {stays}".rstrip())
@@ -433,7 +435,8 @@ class SaveAgreement(RankSession[SaveRound]):
 class AgreementOfOne:
     """The agreement of a process that saves alone, with the methods of `SaveAgreement`.
 
-    No other rank can fail, and no method waits. The publisher feeds the save's commit table.
+    No other rank can fail, and no method waits. No round feeds the save's commit table: `seal` and
+    the code that publishes do.
     """
 
     rank = 0

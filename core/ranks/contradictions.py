@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PER_RANK = "penstock.PerRank"
 
-# A module is stored like a dict of its tensors, and each is restored from the other.
+# A module is stored like a dict of its tensors, and either can be restored as the other.
 _LIKE_A_DICT = frozenset({"dict", "module"})
 
 

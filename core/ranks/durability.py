@@ -204,7 +204,7 @@ class FollowedDrains:
                     why = f"rank 0, which copies it, was silent for {self._timeout_s:g} s"
                     return _ended(why)
                 if self._changed.wait_for(lambda: self._closed, pause_s):
-                    return _ended("the run was closed before")
+                    return _ended("the run was closed before rank 0 reported it")
             pause_s = min(pause_s * _GROWTH, self._timeout_s / LOOKS)
 
 
@@ -224,8 +224,8 @@ def _end_in(data: bytes) -> DrainedPost:
 
 def _ended(why: str) -> DrainedPost:
     msg = (
-        "it is whole in a faster tier, but this rank does not know whether it was copied to the "
-        f"durable tier: {why}. The next process that saves to this run continues the copy, and so "
-        "does `penstock drain`"
+        "the checkpoint is whole in a faster tier, but this rank does not know whether it was "
+        f"copied to the durable tier: {why}. The next process that saves to this run continues the "
+        "copy, and so does `penstock drain`"
     )
     return DrainedPost(kind=NotDrainedError.__name__, error=msg)

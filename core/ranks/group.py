@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from penstock.core.plan.writers import RankPlaces
 
 SEVERAL_CHECKPOINTERS = (
-    "Several checkpointers of a job must be used for the first time in the same order on all "
-    "ranks, or each needs a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
+    "If the job has several checkpointers, use them for the first time in the same order on all "
+    "ranks, or give each a name=; inside `if rank == 0:` use a checkpointer with ranks='alone'"
 )
 """A second remedy if ranks see different roots, which may be the roots of two checkpointers."""
 
@@ -66,10 +66,12 @@ _MISSED = b"missed"
 
 
 class KnownPlaces:
-    """Places of this rank that a save may assume before the ranks have met.
+    """The places of this rank in its last save, which the next save may assume.
 
-    A save that assumes its places captures only this rank's share, and fails if the places were
-    wrong. Each failure doubles the number of saves for which the places must stay the same before a
+    A place is this rank's number among the ranks with the same data. It determines which share of
+    the data this rank writes, and is known for certain only after the ranks have met. A save that
+    assumes its places captures only that share before then, and fails if the places were wrong.
+    Each failure doubles the number of saves for which the places must stay the same before a
     save assumes them again. So a state that changes at every save loses only a few saves.
     """
 
@@ -144,7 +146,7 @@ class Parting:
         self._gone = True
 
     def post(self) -> None:
-        """Post up to which round this rank no longer needs the store.
+        """Post the number of the last round up to which this rank no longer needs the store.
 
         Raises:
             CoordinationError: The store of the job cannot be reached.
@@ -340,7 +342,7 @@ class RankGroup:
         self.followed_drains.follow(number, release)
 
     def settle(self) -> None:
-        """Wait until this rank knows which checkpoints are durable, or rank 0 cannot copy them."""
+        """Wait until this rank knows what is durable, or until rank 0's copies are failing."""
         self.followed_drains.settle()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -428,7 +430,8 @@ class RanksOfJob:
                 the default process group.
             config: Holds the timeout, and whether this process is alone.
             url: The URL of the run, for messages.
-            name: The name under which the ranks meet, instead of a count of checkpointers.
+            name: The name under which the ranks meet; None: the n-th checkpointers of all ranks
+                meet.
 
         Raises:
             ConfigError: The name is empty or not a string, or `given` has no ranks.
@@ -596,7 +599,8 @@ def group_of_job(
         group: A process group, or the numbers of ranks; None takes the default group.
         timeout_s: As in `RankGroup`.
         name: The name under which the ranks meet; empty: the n-th groups of all processes meet.
-        token: With a name: identifies the checkpointer that takes the seat, even on a retry.
+        token: With a name: random bytes that identify this checkpointer, so that its retry returns
+            to the same meeting of the ranks.
 
     Raises:
         ConfigError: This process is not in `group`, the job's store cannot be used, or the name is

@@ -39,7 +39,9 @@ _STOP_KEY = "stop"
 
 
 class AgreedStop:
-    """Finds the step after which all ranks of a job stop, once any rank is asked to.
+    """Agrees on a step, the stop, once any rank is asked to stop.
+
+    All ranks leave their loops after the first step that follows the stop.
 
     A separate thread of each rank checks about once per second whether another rank was asked. If
     so, the rank posts the last step that it has passed, and passes no other step until the stop is

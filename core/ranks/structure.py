@@ -33,7 +33,7 @@ LINE_BYTES = 64
 """Bytes of a line: a sample of memory. Lines are compared instead of all bytes."""
 
 LINES = 8
-"""The number of lines before the last one of a tensor that ranks compare. For samples of host
+"""Ranks compare this number of lines of a tensor, and also its last line. For samples of host
 memory: the number of lines of an object in a slab."""
 
 _DIGEST_BYTES = 16
@@ -252,10 +252,10 @@ def replica_digests(
     Each of these ranks writes a share of the pieces, as with plain tensors.
 
     Returns:
-        For each set of ranks that hold the same pieces, by a key that these ranks have in common:
-        the digests by piece, such as "model/w from [4, 0], of shape [4, 8]". If the provider does
-        not name the ranks, ranks with the same pieces form a set, so pieces that two ranks hold by
-        mistake are also compared. Holds no more sets than fit in a post.
+        The digests by set of ranks that hold the same pieces, then by piece, such as
+        "model/w from [4, 0], of shape [4, 8]". The key of a set is equal on all of its ranks. If
+        the provider does not name the ranks, ranks with the same pieces form a set, so pieces that
+        two ranks hold by mistake are also compared. Holds no more sets than fit in a post.
     """
     sets: dict[tuple[tuple[int, ...], int], dict[str, str]] = {}
     for entry in objects:
@@ -467,8 +467,8 @@ def indices_of(given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[i
         if lacking:
             msg = (
                 f"{path} is a penstock.PerRank with count={first}, and no rank gives "
-                f"index={lacking[0]}: each index from 0 to {first - 1} needs a rank, such as "
-                "index=dp_rank, count=dp_size"
+                f"index={lacking[0]}: each index from 0 to {first - 1} needs a rank, for example "
+                "with index=dp_rank, count=dp_size"
             )
             raise SaveError(msg)
         found[path] = numbers

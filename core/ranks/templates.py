@@ -57,9 +57,10 @@ class TemplateFit:
 
     @property
     def selection(self) -> str:
-        """A digest that is equal on ranks whose pattern and object numbers mean the same.
+        """A digest of the patterns and the object count, to which `unused` and `extra` refer.
 
-        All ranks get the same selection, but a rank's own `rename` may change its numbers.
+        Two ranks can compare these numbers only if their digests are equal. All ranks get the same
+        selection, but a rank's own `rename` may change its numbers.
         """
         return _digest(dump_json([*self.patterns, self.stored]))
 

@@ -175,16 +175,16 @@ class Checkpoint:
         Fetches only the blocks of raw frames, and the encoded frames, that hold the region.
 
         Args:
-            path: Shown path of a tensor.
+            path: Shown path of a tensor; without a region, also of a plain value.
             region: A `Region`, or slices (step 1) for the leading dimensions; None: all.
 
         Returns:
-            A tensor (or array) of the region's shape.
+            A tensor (or array) of the region's shape; for a plain value, the value.
 
         Raises:
             KeyError: No object at `path`.
             SelectionError: `path` is not a string, `region` is neither a region nor slices or is
-                not within the tensor, or `path` is a plain value.
+                not within the tensor, or a region of a plain value is requested.
             DamagedError: Stored bytes differ from those written.
         """
         record = self._record_at(path)
@@ -259,8 +259,8 @@ class Checkpoint:
         whole = start % spec.itemsize == view.nbytes % spec.itemsize == 0
         if not whole or not 0 <= start <= start + view.nbytes <= spec.nbytes:
             msg = (
-                f"bytes {start} to {start + view.nbytes} of {path} are not whole elements: it has "
-                f"{spec.nbytes} bytes, {spec.itemsize} for each element"
+                f"bytes {start} to {start + view.nbytes} are not whole elements of {path}, which "
+                f"has {spec.nbytes} bytes, {spec.itemsize} for each element"
             )
             raise SelectionError(msg)
         if view.nbytes:

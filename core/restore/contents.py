@@ -113,7 +113,7 @@ class Contents:
                 yield record
 
     def owner(self, record: ObjectRecord) -> ObjectRecord:
-        """Return the owner of a tied object, or any other object itself.
+        """Return the owner of a tied object; an object that is not tied is returned as is.
 
         Raises:
             FormatError: The owner is missing, is tied itself, or is of another kind.
@@ -124,7 +124,7 @@ class Contents:
         return self._origin(record, tied)
 
     def master(self, record: ObjectRecord) -> ObjectRecord:
-        """Return the master of a derived object, or any other object itself.
+        """Return the master of a derived object; an object that is not derived is returned as is.
 
         Raises:
             FormatError: The master is missing, or cannot be derived from.
@@ -468,8 +468,9 @@ def check_ties(records: Sequence[ObjectRecord]) -> None:
 
 def _bad_origins(loose: Sequence[str]) -> FormatError:
     msg = (
-        f"no usable owner or master for {counted(len(loose), 'object')}, because it is missing, is "
-        f"tied or derived itself, or is of another kind: {', '.join(loose[:8])}"
+        f"{counted(len(loose), 'object')} cannot be read, because the object with their bytes is "
+        "missing, refers to another object itself, or is of another kind: "
+        f"{', '.join(loose[:8])}"
     )
     return FormatError(msg, loose)
 

@@ -57,7 +57,7 @@ class ManifestReader:
         backend: The store of the checkpoint.
         bytes_read: The bytes of records read so far.
         heads: The heads read so far, by part.
-        kept: The sections decoded so far with all of their objects, by place.
+        kept: The decoded sections that are kept, each with all of its objects, by place.
     """
 
     def __init__(self, backend: Backend, record: CommitRecord) -> None:

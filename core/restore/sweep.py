@@ -159,9 +159,10 @@ def _check_shards(manifest: ManifestReader, part: int, tables: Sequence[ShardTab
 def _check_paths(
     contents: Contents, objects: Sequence[ObjectRecord], damage: Callable[[str, str], None]
 ) -> set[ObjectPath]:
-    """Report objects with objects below them; return the paths of those that no reader sees.
+    """Report each object with other objects below it, unless it is a value outside the index.
 
-    These are values that the index leaves out. They are no damage, so they are not reported.
+    No reader sees a value that the index leaves out, so it is no damage. Returns the paths of these
+    values.
     """
     nodes = [node for section in contents.manifest.kept.values() for node in section.nodes]
     both = containers(objects, nodes) & {o.path for o in objects}

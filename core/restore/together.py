@@ -320,4 +320,4 @@ def _stopped(reason: str, verb: str) -> PenstockError:
     for kind in _ALIKE:
         if kind.__name__ == name:
             return kind(text)
-    return RankError(f"there is nothing to {verb}: rank 0 failed with {reason}", 0, "", reason)
+    return RankError(f"rank 0 could not begin the {verb}: it failed with {reason}", 0, "", reason)

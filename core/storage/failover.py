@@ -60,7 +60,7 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
                 raise
             tier_name, result = whole
             where = f"in tier {tier_name}" if tier_name else "on another host"
-            log.warning("%s; read the good copy %s instead", str(error), where)
+            log.warning("%s; the good copy %s was read instead", str(error), where)
             if tier_name and isinstance(backend, ObservedBackend):
                 for damaged in error.damaged:
                     backend.on_failover(damaged, tier_name)

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _LEFT = (
-    "it is whole in a faster tier, but not copied to the durable one yet; the next process that "
-    "saves there, or `penstock drain`, continues the copy"
+    "the checkpoint is whole in a faster tier, but not copied to the durable one yet; the next "
+    "process that saves there, or `penstock drain`, continues the copy"
 )
 
 
@@ -139,7 +139,7 @@ class Drains:
         """Return the names of commit records by step, as `Outages.entries` does.
 
         Raises:
-            StorageError: No tier answers; with `strict`, any tier does not answer.
+            StorageError: No tier answers; with `strict`, at least one does not answer.
         """
         return self._outages.entries(strict=strict)
 
@@ -179,7 +179,7 @@ class Drains:
     ) -> bool:
         """Mark a checkpoint before its commit in a tier, if it must be copied from there.
 
-        If it must not, a note says so, except in the last tier.
+        If it is not to be copied, writes a note about that instead, except in the last tier.
 
         Args:
             number: The number of the tier.
@@ -266,7 +266,9 @@ class Drains:
         try:
             self.reconcile()
         except PenstockError as error:  # checkpoints that are already marked are copied anyway
-            log.error("tiers are not compared: %s", str(error))  # noqa: TRY400 - the text is enough
+            log.error(  # noqa: TRY400 - the text is enough
+                "cannot look for checkpoints that tiers have lost: %s", str(error)
+            )
         self.resume()
 
     def resume(self) -> int:
@@ -321,7 +323,7 @@ class Drains:
             self.end(record, None)
 
     def send_again(self, number: int, record: CommitRecord) -> bool:
-        """Queue another copy to tier `number`, which lost a checkpoint before it was copied on.
+        """Queue another copy to tier `number`, which lost a checkpoint before passing it on.
 
         Returns:
             Whether a faster tier has the checkpoint and copies it. If not, the checkpoint is gone
@@ -354,11 +356,11 @@ class Drains:
                 self._callback_threads.append(thread)
 
     def end_gone(self, number: int, record: CommitRecord) -> None:
-        """End a checkpoint that is gone before its copy to tier `number`.
+        """Call the `on_end` of a checkpoint that is gone before its copy to tier `number`.
 
-        Ends it without an error if a durable tier has a compaction of it, which holds all of its
-        objects. The compaction deletes the older generation in faster tiers, even where that
-        generation waits to be copied.
+        Passes a CheckpointGoneError, but None if a durable tier has a compaction of the checkpoint,
+        which holds all of its objects. The compaction deletes the older generation in faster tiers,
+        even where that generation waits to be copied.
         """
         newer: list[CommitRecord] = []
         for at, tier in enumerate(self._tiers):
@@ -464,4 +466,4 @@ def _call_back(on_end: OnEnd, error: BaseException | None) -> None:
 
 
 def _left_by_close() -> NotDrainedError:
-    return NotDrainedError(f"the run was closed before the checkpoint was durable: {_LEFT}")
+    return NotDrainedError(f"the run was closed before the copy ended: {_LEFT}")

@@ -437,7 +437,12 @@ class DrainLink:
             yield
         except PenstockError as error:
             step, name = record.step, self._target.name
-            log.warning("after step %d was copied to tier %s: %s", step, name, str(error))
+            log.warning(
+                "step %d was copied to tier %s, but a task after the copy failed: %s",
+                step,
+                name,
+                str(error),
+            )
 
     def _failed(self, record: CommitRecord, error: Exception) -> None:
         text = (
@@ -508,7 +513,7 @@ class TierCopier:
             on_progress: As in `CheckpointCopy.run`.
 
         Raises:
-            CheckpointGoneError: The tier no longer has the checkpoint.
+            CheckpointGoneError: The source tier no longer has the checkpoint.
         """
         options: dict[str, Any] = {
             "grace_s": self._grace_s,

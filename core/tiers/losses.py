@@ -83,7 +83,7 @@ def _not_lost(
     else:
         # Earlier versions did not record which saves `drain_every` has left out.
         staying = list(lost)
-        why = "may have been left out by an earlier version, which did not record that"
+        why = "`drain_every` of an earlier version may have left it out, without recording that"
     if staying:
         left_log.warning(
             "step %s is in tier %s, and %s: it is not copied to a slower tier. If that is wrong, "
@@ -165,12 +165,12 @@ def lost_by_tiers(
     """Return what the tiers have lost of a checkpoint that they list, and warn about it.
 
     A tier that does not list the checkpoint has evicted it, and has lost no data. Checks only the
-    tiers before the first with all data, because only these made reads fall through. Lists each
-    tier once, unless it has lost data.
+    tiers before the first with all data, because only these made reads continue with the next
+    tier. Lists each tier once, unless it has lost data.
 
     Args:
-        backend: The backend that was read; a backend without tiers raises instead of falling
-            through.
+        backend: The backend that was read. Without tiers the result is empty, because a read of
+            lost data then raises.
         record: The commit record of the checkpoint.
         lengths: The lengths of its blobs and records in bytes, by name.
         known: The names that were logged before.

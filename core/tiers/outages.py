@@ -97,7 +97,7 @@ class Outages:
         """Return `Catalog.entries` of all tiers that answer; warn about the others.
 
         Raises:
-            StorageError: No tier answers; with `strict`, any tier does not answer.
+            StorageError: No tier answers; with `strict`, at least one does not answer.
         """
         names: dict[int, set[str]] = {}
         failure: StorageError | None = None

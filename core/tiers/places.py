@@ -58,8 +58,8 @@ class TierRoots:
     def register(self, *, despite_pause: bool = False) -> None:
         """Write a root record to each tier that answers.
 
-        The record has the root of this tier and those of the other tiers. A tier is registered once
-        per process.
+        The record has the ID of this tier's root, and those of the other tiers' roots. A tier is
+        registered once per process.
 
         Args:
             despite_pause: Contact even tiers whose calls are paused (see `Outages.ask`).

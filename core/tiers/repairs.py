@@ -158,9 +158,9 @@ class TierRepairs:
             self._claimed.add(record.uid)
         set_here: list[Tier] = []  # tiers with a mark that this repair has set
         try:
-            # Marks before the verification: from then on no process evicts a good copy because the
-            # bad tier lists the checkpoint. After a crash that leaves no copy in the bad tier, the
-            # next process finds the mark and copies the checkpoint there.
+            # Marks before the verification: no process evicts a marked copy, although the bad tier
+            # lists the checkpoint. After a crash that leaves no copy in the bad tier, the next
+            # process finds the mark and copies the checkpoint there.
             for tier in self._tiers_to_mark(record, good, bad):
                 mark(tier.backend, record.uid, record.step)
                 set_here.append(tier)

@@ -208,4 +208,4 @@ def _error_of(post: DrainedPost) -> Exception:
     if post.kind == NotDrainedError.__name__:
         return NotDrainedError(post.error)
     cause = f"failed with {post.kind}: {post.error}"
-    return RankError(f"rank 0, which copies it to slower tiers, {cause}", 0, "", cause)
+    return RankError(f"rank 0, which copies the checkpoint to slower tiers, {cause}", 0, "", cause)

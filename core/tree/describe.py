@@ -221,7 +221,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 @dataclass(slots=True)
 class _Named:
-    """The names of one tensor, without and with the tree key in front, and its paths."""
+    """A tensor's names in its modules, the same with the module's path in front, and its paths."""
 
     bare: list[str] = field(default_factory=list)
     prefixed: list[str] = field(default_factory=list)
@@ -243,7 +243,7 @@ class NameTable:
         self._held: list[object] = []  # the tensors, so that no other object gets their ids
 
     def names(self, tensor: object) -> Sequence[str]:
-        """Return the bare names of a tensor, then its names with the tree key in front."""
+        """Return a tensor's names in its modules, then the same with the module's path in front."""
         return self._entry(tensor)[0]
 
     def paths(self, tensor: object) -> Sequence[ObjectPath]:

@@ -60,7 +60,7 @@ class Prefix:
         return lambda segment: segment == mine or segment.startswith(more)
 
     def words(self) -> Sequence[str]:
-        """Return the words that begin some segments of every matching path."""
+        """Return the words that every matching path contains, each at the start of a segment."""
         return self.path
 
 
@@ -120,7 +120,7 @@ class Glob:
         return lambda segment: any(t is not None and t.fullmatch(segment) for t in tests)
 
     def words(self) -> Sequence[str]:
-        """Return the words that begin some segments of every matching path."""
+        """Return the words that every matching path contains, each at the start of a segment."""
         return self.literals
 
     def _steps(self, path: ObjectPath) -> Iterator[set[int]]:

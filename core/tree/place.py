@@ -272,11 +272,14 @@ class Placing(Rebuilding):
         if targets is None:
             return None
         if type(targets) is not list or {*map(type, targets)} - {Target}:
-            msg = f"place_all returned {type(targets).__name__}, not a list of Targets"
+            msg = f"place_all returned {type(targets).__name__}, not a list that holds only Targets"
             raise broken_contract(provider, above, msg)
         chosen = list(filter(self.selected, paths))
         if [target.path for target in targets] != chosen:
-            msg = f"place_all returned {len(targets)} targets for {len(chosen)} selected paths"
+            msg = (
+                f"place_all returned {len(targets)} targets, but must return one for each of the "
+                f"{len(chosen)} selected paths, in their order"
+            )
             raise broken_contract(provider, above, msg)
         return targets
 
@@ -368,9 +371,9 @@ class Placing(Rebuilding):
     def _place_of_other_ranks(
         self, value: PerRank, path: ObjectPath, stored: Sequence[ObjectPath], count: int
     ) -> Placement:
-        """Plan the restore, by `on_change`, of a value that is stored for another number of ranks.
+        """Plan the restore, by `on_change`, of a value stored for another number of ranks.
 
-        With an index in its marker, it is stored for another number of indices.
+        If the value's `PerRank` has an index, this is the number of indices instead.
         """
         singular, plural = ("rank", "ranks") if value.index is None else ("index", "indices")
         number = f"{len(stored)} {plural if len(stored) > 1 else singular}"

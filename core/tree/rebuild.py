@@ -302,12 +302,12 @@ class Rebuilding(PlaceContext):
         return provider
 
     def _check_version(self, provider: StateProvider, path: ObjectPath) -> None:
-        """Check that the save did not use a later version of the provider than the installed one.
+        """Check that the installed provider is at least as new as the one that the save used.
 
-        The meaning of the stored objects may have changed since the installed version.
+        A later version may have changed the meaning of the stored objects.
 
         Raises:
-            PluginError: It did; the error names both versions, and what to upgrade.
+            PluginError: It is older; the error names both versions, and what to upgrade.
         """
         version = self._versions.get(provider.name, 0)
         if version <= provider.version:

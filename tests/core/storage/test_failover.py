@@ -48,7 +48,7 @@ def test_damaged_record_is_read_from_the_next_tier_and_reported(caplog):
     with caplog.at_level(logging.WARNING, "penstock"):
         assert from_any_tier(observed, "record", read) == WHOLE
     assert failovers == [("record", "durable")]
-    assert "read the good copy in tier durable" in caplog.text
+    assert "the good copy in tier durable was read instead" in caplog.text
 
 
 @pytest.mark.parametrize("durable", [b"also", None])

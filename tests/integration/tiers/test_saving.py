@@ -219,7 +219,7 @@ def test_a_damaged_copy_is_repaired_by_the_other_tier(what, how, places, caplog)
     warning = (
         "tier fast lists it, but has lost"
         if unread
-        else "read the good copy in tier durable instead"
+        else "the good copy in tier durable was read instead"
     )
     assert warning in caplog.text
     ((found, tier),) = report.rescued
