@@ -311,8 +311,8 @@ def _walk(hashes: NDArray[np.uint64], size: int, slots: int) -> int:
     """Return the number of steps to insert keys into a table, or a number above the limit.
 
     Takes the first step of many keys at once, then the second, and so on. This is five times as
-    fast. Only the order is different for keys that are close to each other: another of two such
-    keys may get a slot.
+    fast. Python inserts keys one after the other, so here a slot may go to another key, but only to
+    one that is close in the order.
     """
     import numpy as np  # noqa: PLC0415 - as in `collide`
 
