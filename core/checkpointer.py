@@ -304,8 +304,8 @@ class Checkpointer:
         """Log the optimizer steps on `state` since the last call of `save` or `log`.
 
         A restore loads the last checkpoint and replays its log, bit for bit, so a crash loses at
-        most one step, or `log_sync` steps if that option is higher. An entry has the gradients, and
-        all state that no optimizer changes: buffers, random state, schedulers, loaders. Call `log`
+        most `log_sync` steps (default: one on a local disk). An entry has the gradients, and all
+        state that no optimizer changes: buffers, random state, schedulers, loaders. Call `log`
         after each step of the optimizers and before `zero_grad`. Background threads encode and
         write the entries.
 
@@ -728,7 +728,8 @@ class Checkpointer:
 
         Args:
             steps: The steps to compact; steps that borrow nothing are skipped. Default: the steps
-                that keep blobs of deleted checkpoints in use, and the steps that borrow from these.
+                that keep blobs of deleted checkpoints in use, and the steps that borrow from those
+                steps.
             everything: Without `steps`, compact every checkpoint that borrows.
             dry_run: Report the bytes that would be freed or used, and change nothing.
             on_progress: As for `save`; reports one checkpoint at a time.

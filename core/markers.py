@@ -342,7 +342,7 @@ def _check_range(shape: tuple[int, ...], bounds: tuple[int, ...], sizes: tuple[i
     if math.prod(sizes) != bounds[1] - bounds[0]:
         _refuse(
             f"has a tensor of shape {list(sizes)} for the {bounds[1] - bounds[0]} elements of "
-            f"flat_range={bounds}: leave out the padding"
+            f"flat_range={bounds}: give exactly these elements, without padding"
         )
 
 

@@ -177,7 +177,7 @@ class Catalog:
         return None if newest is None else newest.step
 
     def newest(self, *, up_to: int | None = None) -> CommitRecord | None:
-        """Return the commit record of the newest step that is not incomplete; None without one.
+        """Return the commit record of the newest step that is complete; None if there is none.
 
         Args:
             up_to: The highest step to consider; default: no limit.
@@ -467,8 +467,9 @@ class Catalog:
     def _deciding(self, step: int) -> Iterator[None]:
         """Refuse new notes on a step within the block.
 
-        Retention reads the notes within the block, and `annotate` checks for the block after it
-        publishes. So no note is reported as added and then deleted unread.
+        Retention reads the notes within the block. `annotate` publishes its note first, and fails
+        if it then finds the step in such a block. So no note is reported as added and then deleted
+        unread.
         """
         self._doomed.add(step)
         try:

@@ -178,7 +178,8 @@ def carry_notes(
 ) -> None:
     """Copy the notes on a checkpoint to a place that lacks them.
 
-    Copies damaged notes unchanged, so that readers of that place also see that a note is missing.
+    Copies damaged notes unchanged, unless they are too long, so that readers of that place see the
+    damage too.
 
     Args:
         source: The place, or the run, that has the notes.

@@ -62,8 +62,8 @@ class PruneReport:
         size_bytes: The total size of these blobs and records.
         superseded: The commit records of overwritten generations, left by a crash, that were (or
             would be) deleted too. The figures above exclude their data.
-        refused: The reasons why nothing was deleted: the error of each unreadable record, or that
-            the run has no record at all.
+        refused: The reasons why nothing was deleted: the error of each unreadable record, that the
+            run has no record at all, or that hosts of the last job are absent.
         unrecorded: The uids that were kept because their commit records may still arrive, for
             example in a copy of the run that writes its data first.
         dry_run: Whether this was a dry run, which deletes nothing.
@@ -104,7 +104,8 @@ def prune(
     later checkpoint exists: the run may be a copy in flight that writes its data first.
     With `everything`, these are deleted too.
 
-    Older generations of a step are deleted at once, as the saver of the newest one would have done.
+    Older generations of a step are deleted at any age, as the saver of the newest one would have
+    done.
     They stay if the newest generation lacks its data: its saver may have stalled until it was
     pruned, and will delete its own record.
     """

@@ -350,7 +350,10 @@ def data_by_uid(backend: Backend) -> dict[str, list[BlobInfo]]:
 
 
 def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
-    """Return whether a save lacks at most its commit record; the index is its last other file."""
+    """Return whether a save lacks at most its commit record.
+
+    Checks neither the blobs nor the parts of other ranks, since the index is published after them.
+    """
     names = {blob.name for blob in blobs}
     return {index_name(uid), part_name(uid, 0), intent_name(uid)} <= names
 
@@ -358,10 +361,11 @@ def is_complete(uid: str, blobs: Iterable[BlobInfo]) -> bool:
 def unrecorded(
     data: Mapping[str, Iterable[BlobInfo]], intents: Mapping[str, IntentRecord], latest: int | None
 ) -> dict[str, int]:
-    """Return the steps, by uid, of saves that lack only their commit record.
+    """Return the steps, by uid, of saves after `latest` that lack only their commit record.
 
-    Either the saver died right before its commit, or the run is a copy in flight whose records
-    follow its data. Only a checkpoint at that step or a later step rules out such a copy.
+    Either the saver of such a save died right before its commit, or the run is a copy in flight
+    that gets its records after its data. Other saves are left out: a checkpoint at their step or a
+    later step rules out such a copy.
 
     Args:
         data: The blobs and records by uid.

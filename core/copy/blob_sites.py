@@ -54,8 +54,8 @@ def in_flight(
     Leaves out copies that ended before they published the index: a copy that resumes one of them
     takes its lease first, and then checks all its data again.
 
-    If no uid is returned, the caller may change data that these uids need. It must hold the leases
-    of that data.
+    If the result is empty, the caller may change data that `uids` need, provided that it holds the
+    leases of that data.
 
     Args:
         target: The place of the copies.
@@ -125,8 +125,9 @@ class BlobSites:
             check_source: Called before orphans, possibly the only copy, are deleted; raises unless
                 the source is good.
             await_deletions: Waits until all deletions that began before the intent have ended.
-            trust_sealed: Whether to keep own blobs, and blobs that an earlier copy sealed, without
-                reading them if they have the right length. Orphans are always read.
+            trust_sealed: Whether to keep, without reading them, the checkpoint's own trusted blobs
+                and blobs that an earlier copy sealed, if their length is right. Orphans are always
+                read.
             repair: Whether to replace damaged blobs even if others need them.
 
         Raises:

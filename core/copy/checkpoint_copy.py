@@ -181,17 +181,18 @@ class CheckpointCopy:
         """Copy the checkpoint; on return it is committed and durable at the target.
 
         Args:
-            on_progress: Called on the copy's own thread with the bytes of blobs that were copied,
-                or kept and verified; `record.bytes_needed` in total. An error that it raises ends
-                the copy.
+            on_progress: Called on the copy's own thread with the bytes of blobs that were copied or
+                kept: `record.bytes_needed` in total, less own blobs that `trust_sealed` kept
+                unread. An error that it raises ends the copy.
 
         Raises:
             DamagedError: The source is damaged; names the objects.
             CheckpointGoneError: The checkpoint was deleted at the source meanwhile.
-            StepExistsError: The target has another checkpoint at that step, or one with this uid.
+            StepExistsError: The target has another checkpoint at that step or with this uid.
             BusyError: Another process has taken over, or copies this checkpoint or one that needs
-                the same blobs. Or the target has data of these uids that no copy wrote, or damaged
-                blobs that other checkpoints need.
+                the same blobs. Or the target has data of this checkpoint, or of saves that it
+                borrows from, that no copy wrote. Or the target has damaged blobs that other
+                checkpoints need.
             SaveAbortedError: The copy was cancelled; or it stalled so long that prune may delete
                 its data; or a file that it had written is gone.
             LostRaceError: Another saver published that step first.

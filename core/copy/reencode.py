@@ -131,8 +131,8 @@ def save_stored(
 ) -> SaveReport:
     """Save the selected objects of `checkpoint` as a generation of its step; see `copy_objects`.
 
-    The copy borrows nothing unless `how` has rules with a codec that needs a base. If the
-    checkpoint was saved with `share`, equal chunks are stored once.
+    The copy borrows blobs only if a codec of the rules needs a base, and neither `how.keep_codecs`
+    nor `how.alone` is set. If the checkpoint was saved with `share`, equal chunks are stored once.
 
     Args:
         checkpoint: The checkpoint to read.

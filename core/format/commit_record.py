@@ -237,7 +237,7 @@ def decode_note(data: bytes, name: str) -> NoteRecord:
     fields = Fields(unseal(data, name), name, _NOTE_KEYS)
     tags = fields.mapping("tags")
     if not all(is_tag(tag) and type(has) is bool for tag, has in tags.items()):
-        refuse(name, "tags does not map tags to true or false")
+        refuse(name, "`tags` does not map each tag to true or false")
     note = NoteRecord(
         uid=fields.hexadecimal("uid", 32),
         number=fields.integer("number", high=MAX_NOTE_NUMBER),
@@ -361,7 +361,7 @@ def _base(value: object, uid: str, name: str) -> BaseEntry | None:
 def _compacts(fields: Fields, uid: str, name: str) -> str:
     compacted = fields.text("compacts")
     if compacted and (compacted == uid or not is_hex(compacted, 32)):
-        refuse(name, "compacts is not the uid of another save")
+        refuse(name, "`compacts` is not the uid of another save")
     return compacted
 
 
@@ -399,7 +399,7 @@ def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> Bo
     table = Fields(fields.value("borrowed"), where, ("count", "length", "sha256", "saves"))
     saves = table.mapping("saves")
     if not saves or not all(is_hex(save, 32) for save in saves) or uid in saves:
-        refuse(where, "saves are not uids of other saves")
+        refuse(where, "`saves` has a key that is not the uid of another save")
     if list(saves) != sorted(saves):
         refuse(where, "saves are not ascending")
     sizes = Fields(saves, where, tuple(saves))
@@ -414,7 +414,7 @@ def _many_borrowed(fields: Fields, index: IndexEntry, uid: str, name: str) -> Bo
 def _borrowed(rows: Sequence[Any], uid: str, name: str) -> tuple[BlobRecord, ...]:
     blobs = tuple(read_blobs(rows, f"{name}: borrowed"))
     if any(blob_uid(blob.name) == uid for blob in blobs):
-        refuse(name, "borrowed has a blob of the save itself")
+        refuse(name, "`borrowed` has a blob of the save itself")
     if list(blobs) != sorted(blobs, key=lambda blob: blob.name):
         refuse(name, "borrowed is not ascending")
     return blobs

@@ -36,5 +36,5 @@ def without_features(body: Any, name: str) -> Any:
             " read: use a newer release",
         )
     if type(body.get("optional", {})) is not dict:
-        refuse(name, "optional is not a JSON object")
+        refuse(name, "`optional` is not a JSON object")
     return {key: body[key] for key in body if key not in {"requires", "optional"}}

@@ -56,7 +56,7 @@ class ShardTable:
         hashes: Hash of the object's path, uint64.
         parts: Number of the part that has the shard, uint32.
         sections: Number of the section in that part's head, uint32.
-        dims: Dimensions of the region, `WHOLE` or `NO_BYTES`, uint8.
+        dims: Number of dimensions of the region, or instead `WHOLE` or `NO_BYTES`, uint8.
         bounds: Offset and size, int64: one row for each dimension of each region, in the order of
             the shards.
         traits: A checksum of the object's description in the part, uint32; 0 if one process saved,
@@ -230,12 +230,14 @@ def merged(tables: Sequence[ShardTable]) -> ShardTable:
 
 @dataclass(frozen=True, slots=True)
 class IndexBlocks:
-    """The blocks of an index: the bytes that depend on the shards alone.
+    """The blocks of an index: compressed tables of at most 4096 shards each.
+
+    Their bytes depend on the shards alone.
 
     Attributes:
         shards: Number of shards.
         objects: Number of their objects.
-        rows: The table of the blocks.
+        rows: For each block, its first hash, its number of shards, its length and its sha256.
         data: The blocks, one after the other.
     """
 

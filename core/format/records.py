@@ -64,7 +64,8 @@ class Frame:
 
     Attributes:
         blob: Number of the blob in the part's table.
-        offset: Byte offset in the blob. For raw frames `offset % 4096` is the phase.
+        offset: Byte offset in the blob. For raw frames `offset % 4096` is the phase (see
+            `PAGE_BYTES`).
         length: Stored bytes.
         raw_length: Bytes of the chunk.
         chain: Number of the chain in the part's table; 0 is raw.
@@ -147,7 +148,10 @@ class ObjectRecord(NamedTuple):  # as `ChunkRef`
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A container or composite. A container without a node is a dict with string keys."""
+    """A container, or a composite such as a module or an optimizer.
+
+    A container without a node is a dict with string keys.
+    """
 
     ordinal: int
     path: ObjectPath

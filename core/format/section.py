@@ -514,7 +514,10 @@ def _made(kind: type[RecordT], rows: Iterable[tuple[Any, ...]]) -> Iterator[Reco
 
 
 def _read_elsewhere(columns: Fields, count: int, name: str) -> dict[int, tuple[str, ObjectPath]]:
-    """Return column and other object's path for each tied or derived object, by its position."""
+    """Return the references of tied and derived objects, by the position of the object.
+
+    A reference is the key of its column, and the path of the other object.
+    """
     origins: dict[int, tuple[str, ObjectPath]] = {}
     for key in ("same_as", DERIVED_KEY):
         if key not in columns:
@@ -551,7 +554,7 @@ def _read_error(value: object, name: str) -> float:
     if value is None:
         return math.inf
     if type(value) not in (int, float) or not 0 <= (number := cast("float", value)) < math.inf:
-        refuse(name, "an error is not a finite number of at least 0")
+        refuse(name, "the error of a lossy codec is neither null nor a finite number of at least 0")
     return float(number)
 
 

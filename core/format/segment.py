@@ -108,7 +108,7 @@ def encode_entry(
 
 
 def moved_header(header: EntryHeader, base: str, previous: bytes) -> tuple[EntryHeader, bytes]:
-    """Return the header for the same payload in the log of another checkpoint, and its bytes.
+    """Return a header for the same payload in the log of another checkpoint, and its encoded form.
 
     Args:
         header: The header.

@@ -34,7 +34,7 @@ class GradCopies:
             the strides of its gradient, and for a DTensor the whole shape and this rank's regions.
             None if the parameter had no gradient.
         flat: The gradients of each dtype, one after the other.
-        copied: Follows the copies on their stream; None if they are complete.
+        copied: The CUDA event after the copies on their stream; None if the copies are complete.
     """
 
     layout: Sequence[Sequence[Sequence[Any] | None]]

@@ -53,7 +53,7 @@ class Proof:
         self.digest = digest_of(_part_of(optimizer, self.chosen))
 
     def still_holds(self, optimizer: Optimizer) -> bool:
-        """Return whether the original values are still those after the step."""
+        """Return whether the original values are unchanged since `finish`."""
         return self.digest == digest_of(_part_of(optimizer, self.chosen))
 
     def check(self, replayer: Replayer, stored: Mapping[str, Any]) -> None:

@@ -223,8 +223,8 @@ class Recorder:
             state: The state tree.
             session: See `EntryHeader`.
             previous: The digest of the last replayed entry; `FIRST` if none was replayed.
-            obstacle: Called at the first call of `log`; returns why no step can be logged, or
-                nothing.
+            obstacle: Called at the first call of `log`; returns why no step can be logged, or an
+                empty string.
         """
         self._drop(self._logs)
         self._stored.clear()
@@ -251,9 +251,10 @@ class Recorder:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Yield whether no call is under way that a signal handler has interrupted.
+        """Yield whether the block may log or begin a log: False in a nested call.
 
-        If one was interrupted, end the log after it: its entry and the handler's save may have the
+        A call is nested if it comes from a signal handler that interrupted another call. Then the
+        log ends after the interrupted call, since its entry and the handler's save may have the
         same step.
         """
         if self._busy:
@@ -315,7 +316,7 @@ class Recorder:
                 "the log of gradients ends after step %d: %s. %s",
                 self._last,
                 reason,
-                "This process logs no more." if refuted else "The next save begins a new one.",
+                "This process logs no more." if refuted else "The next save begins a new log.",
             )
 
     def replaced(self, step: int) -> None:
@@ -455,7 +456,10 @@ class Recorder:
         inside = claimed | {memory.storage for memory in memories if memory is not None}
         for optimizer in strangers:
             if not inside.isdisjoint(storages_of([optimizer])):
-                msg = f"{type(optimizer).__name__}, which is not in the state, changed its memory"
+                msg = (
+                    f"{type(optimizer).__name__} changed memory of the state, but is not in the "
+                    "state"
+                )
                 raise NotLoggedError(msg)
         rest = self._rest(description, claimed, {(STATE, *path) for path in found})
         self._at_base = {}
@@ -517,8 +521,8 @@ class Recorder:
                         left.append(entry.path)
                         continue
                     msg = (
-                        f"{show_path(entry.path)} has memory beside that of parameters of an "
-                        "optimizer, in the same allocation"
+                        f"{show_path(entry.path)} shares an allocation with tensors of an "
+                        "optimizer, but is not entirely within one of them"
                     )
                     raise NotLoggedError(msg)
                 # Not buffers: operations such as batch norm change a buffer but not its version.
@@ -532,7 +536,10 @@ class Recorder:
         return _whole_or_absent(rest, left)
 
     def _is_stored(self, parameter: StateObject) -> bool:
-        """Return whether the base or an earlier entry has the parameter's value; record it."""
+        """Return whether the base or an earlier entry has the parameter's current value.
+
+        Remembers this value as stored, since the caller stores it if the result is False.
+        """
         memory, version = parameter.source.memory, parameter.source.version()
         if memory is None or version is None:
             return False

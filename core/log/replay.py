@@ -186,7 +186,7 @@ class LogReplay:
                 if inside and (outside or unequal):
                     here = show_path(paths[True][min(inside)])
                     there = show_path(paths[False][min(outside)] if outside else states)
-                    msg = f"{here} is selected without {there}"
+                    msg = f"{here} is selected without {there}, but one step changes both"
                     raise NotLoggedError(msg)
                 if inside:
                     chosen.add(id(parameter))

@@ -65,7 +65,7 @@ def test_invalid_flat_range_is_refused():
         ((-3, -4), {"flat_range": (0, 6)}, "global shape [-3, -4]"),
         ((3, 4), {"flat_range": (0, 6, 1)}, "give (start, stop)"),
         ((3, 4), {"flat_range": 6}, "flat_range=6"),
-        ((3, 4), {"flat_range": (0, 5)}, "leave out the padding"),
+        ((3, 4), {"flat_range": (0, 5)}, "without padding"),
     ]:
         with pytest.raises(UnsupportedStateError) as caught:
             Shard(torch.zeros(6), shape, **options)

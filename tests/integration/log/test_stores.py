@@ -134,7 +134,7 @@ def test_failure_after_each_entry_of_a_store_without_appends(call, caplog):
                 ckpt.log(training.state, number)
             else:
                 ckpt.save(training.state, number, mode="blocking")
-    assert "no space left. The next save begins a new one" in caplog.text
+    assert "no space left. The next save begins a new log" in caplog.text
     assert restored(inner) == 2
 
 
