@@ -405,7 +405,7 @@ def _reasons(trainer: Any) -> list[str]:
         "the collator draws random masks one batch ahead of the step": (
             getattr(collator, "mlm", False) and getattr(collator, "seed", None) is None
         ),
-        "the evaluation of an epoch comes after the save of its last step": (
+        "a resume from the last step of an epoch skips the evaluation of that epoch": (
             args.save_strategy == "steps" and args.eval_strategy == "epoch"
         ),
     }

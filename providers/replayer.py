@@ -25,12 +25,12 @@ _ELEMENTWISE = frozenset(
 
 
 class TorchReplayer(Replayer):
-    """Replays the optimizers of `torch.optim`, except `LBFGS`: its step calls a closure often."""
+    """Replays the optimizers of `torch.optim`, except `LBFGS`, whose step computes gradients."""
 
     name: ClassVar[str] = "torch"
 
     def handles(self, optimizer: Any, /) -> bool:
-        """Return whether the class is torch's own, but not `LBFGS`; a subclass may do anything."""
+        """Return True for torch's own classes except `LBFGS`; a subclass may step differently."""
         kind = type(optimizer)
         return kind.__module__.split(".")[:2] == ["torch", "optim"] and kind.__name__ != "LBFGS"
 
@@ -43,7 +43,7 @@ class TorchReplayer(Replayer):
         if name not in _ELEMENTWISE and any(hasattr(p, "_local_tensor") for p in parameters):
             # These are DTensors, recognized without their class, which takes long to import. If the
             # replay failed on one rank, the others would wait for it in a collective.
-            return f"steps of {name} on shards need the other ranks"
+            return f"steps of {name} on sharded parameters use collectives, and a replay must not"
         for group in optimizer.param_groups:
             if group.get("nesterov") and not group.get("fused"):
                 foreach = group.get("foreach", False)
@@ -61,18 +61,21 @@ class TorchReplayer(Replayer):
         return ""
 
     def unit(self, optimizer: Any, /) -> Unit:
-        """Return the parameter for fused kernels too: their bits depend on where vectors begin."""
+        """Return `ELEMENT` if each element is computed alone, else `PARAMETER`.
+
+        Fused kernels need whole parameters: their bits depend on where their vectors begin.
+        """
         fused = any(group.get("fused") for group in optimizer.param_groups)
         elementwise = type(optimizer).__name__ in _ELEMENTWISE and not fused
         return Unit.ELEMENT if elementwise else Unit.PARAMETER
 
     def capture(self, optimizer: Any, /) -> Mapping[str, Any]:
-        """Return whether a fused step under a gradient scaler found infinities and did nothing."""
+        """Return `skipped`: whether a fused step found infinities, and so changed no parameter."""
         found_inf = getattr(optimizer, "found_inf", None)
         return {"skipped": found_inf is not None and bool(found_inf)}
 
     def step(self, optimizer: Any, captured: Mapping[str, Any], /) -> None:
-        """Take a step again. If it was skipped, it may still have created state."""
+        """Repeat a step, even a skipped one, since it may have created state."""
         if not captured["skipped"]:
             optimizer.step()
             return

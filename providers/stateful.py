@@ -194,7 +194,8 @@ def _place_sharded(placed: Placement, value: Any, path: ObjectPath, context: Pla
             first = next(here for here in made if here not in used)
             msg = (
                 f"{show_path(first)} is not at this path in the state that was rebuilt from the "
-                "checkpoint: its state_dict() must return the same containers as at the save"
+                "checkpoint: the state_dict() that returns it must build the same containers as at "
+                "the save"
             )
             raise RestoreError(msg)
         return state

@@ -101,7 +101,7 @@ def the_first_value_of_a_register_stays(open_member: OpenMember) -> None:
     with open_member("decide", 0) as one, open_member("decide", 1) as two:
         expect(one.decide("end", b"commit"), b"commit", "what the first decide returned")
         expect(two.decide("end", b"abort"), b"commit", "what a later decide returned")
-        expect(one.decide("end", b"abort"), b"commit", "what the first's later decide returned")
+        expect(one.decide("end", b"abort"), b"commit", "what the winner's later decide returned")
         expect(one.decide("end", b"commit"), b"commit", "what the repeated decide returned")
         expect(two.read(["end", "other"]), [b"commit", None], "what was read")
         expect(two.decide("other", b"\x00\xff"), b"\x00\xff", "what another register returned")
@@ -208,7 +208,7 @@ def values_outlive_the_member_that_gave_them(open_member: OpenMember) -> None:
         one.close()
         values = two.read(["slot/0", "end"])
         expect(values, [b"x" * COORDINATION_VALUE_BYTES, b"commit"], "what a closed member left")
-        expect(two.decide("end", b"abort"), b"commit", "what is decided after the first closed")
+        expect(two.decide("end", b"abort"), b"commit", "what decide returned after a close")
 
 
 @_agreed

@@ -86,8 +86,9 @@ class WrapperBackend(DelegatingBackend):
     def store_time_s(self) -> float:
         """Return the store's time.
 
-        If the inner backend inherits this method, the base class publishes its probe through this
-        backend, so that faults can hit the probe: a process may die right after it.
+        The default method publishes a probe record to learn the time. If the inner backend inherits
+        it, the probe is published through this wrapper, so that faults can hit it: a process may
+        die right after the probe.
         """
         if type(self.inner).store_time_s is Backend.store_time_s:
             return Backend.store_time_s(self)

@@ -95,7 +95,7 @@ class Disk:
             self._ahead_s += seconds
 
     def cut_in(self, effects: int | None) -> None:
-        """Cut the power during that effect from now on (1 is the next); None cancels the cut."""
+        """Cut the power during the `effects`-th effect from now (1: the next); None cancels it."""
         with self._lock:
             self._cut_at = None if effects is None else self._effects + effects
 
@@ -199,7 +199,7 @@ class Disk:
             file.data, file.modified_s, file.durable = whole.data, whole.modified_s, True
 
     def abort(self, name: str, file: _File) -> None:
-        """Delete a file, not durably: a cut may bring it back. A synced file stays."""
+        """Delete an unsynced file, not durably: a cut may bring it back. A synced file stays."""
         with self._lock:
             self._effect({})  # an unsealed file may survive a cut or not anyway
             if self._files.get(name) is file and file.synced_bytes is None:

@@ -217,7 +217,7 @@ def _steps_alone(subject: Subject, number: int) -> None:
         for optimizer in (together, alone)
         for p in [_parameters(optimizer)[number]]
     )
-    what = f"parameter {number} steps to other bits without the others: unit claims too much"
+    what = f"parameter {number} gets other bits if it steps alone: unit must return Unit.OPTIMIZER"
     _expect_same(expected, got, what)
 
 
@@ -243,7 +243,7 @@ def _steps_in_pieces(subject: Subject) -> None:
     for number, _, pieces in (row for rows in groups for row in rows):
         expected = _parameters(whole)[number].detach().flatten()
         got = torch.cat([piece.detach() for piece in pieces])
-        what = f"parameter {number} steps to other bits in pieces than whole: unit claims too much"
+        what = f"parameter {number} gets other bits in pieces than whole: unit must not be ELEMENT"
         _expect_same(expected, got, what)
 
 

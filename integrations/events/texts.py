@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 _FAMILIES = {
     "penstock_events_total": ("counter", "Events of checkpoints, by kind."),
     "penstock_last_durable_step": ("gauge", "The newest durable step."),
-    "penstock_last_durable_timestamp_seconds": ("gauge", "When that step became durable."),
+    "penstock_last_durable_timestamp_seconds": (
+        "gauge",
+        "When the newest durable step became durable.",
+    ),
     "penstock_raw_bytes_total": ("counter", "Bytes of saved state, without codecs."),
     "penstock_stored_bytes_total": ("counter", "Bytes of blobs that saves wrote."),
     "penstock_read_bytes_total": ("counter", "Bytes of blobs that restores read."),

@@ -121,8 +121,8 @@ def begin_write_back(file: int, start: int = 0, stop: int = PIECE_BYTES) -> None
     Args:
         file: An open descriptor.
         start: Where the last written bytes begin.
-        stop: Where they end. Does nothing unless they cross a multiple of `PIECE_BYTES`: each
-            request visits all pages of the file, which is too slow for every small tensor.
+        stop: Where they end. The write-back starts only if they cross a multiple of `PIECE_BYTES`:
+            it visits all pages of the file, which is too slow after every small tensor.
     """
     if start // PIECE_BYTES == stop // PIECE_BYTES:
         return

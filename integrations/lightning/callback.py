@@ -236,7 +236,10 @@ class PenstockCallback(Checkpoint):  # type: ignore[misc]  # the host is chosen 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record whether a save is due, because Lightning has not finished this batch yet."""
+        """Record whether a save is due; it comes right before the next batch is fetched.
+
+        If `training_step` fetches the batches itself, save now.
+        """
         del pl_module, outputs, batch, batch_idx
         step = trainer.global_step
         self._is_due |= step // self._every > self._seen // self._every

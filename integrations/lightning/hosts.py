@@ -13,7 +13,7 @@ _loaded = [name for name in _HOSTS if name in sys.modules] or ["lightning.pytorc
 
 
 def _base(modules: list[str], name: str) -> Any:
-    """Return a subclass of the class `name` of every module, since a trainer takes only its own."""
+    """Return a subclass of each module's class `name`, which the trainers of all packages take."""
     return type(name, tuple(getattr(import_module(module), name) for module in modules), {})
 
 

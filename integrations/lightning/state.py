@@ -103,7 +103,7 @@ def trainer_state(trainer: Any, *, in_epoch: bool, has_ended: bool) -> dict[str,
 
 
 def _has_stopped_early(trainer: Any) -> bool:
-    """Return whether `EarlyStopping` ended training, not a program that will resume it."""
+    """Return whether `EarlyStopping` ended training; a program may also end it, to resume later."""
     callbacks = trainer.early_stopping_callbacks
     return bool(trainer.should_stop) and any(
         each.stopped_epoch or each.wait_count >= each.patience for each in callbacks

@@ -308,8 +308,9 @@ class ModulePlacer:
         if unloaded:
             msg = (
                 f"{shown}: its tensors are restored, but the module's own code left "
-                f"{', '.join(unloaded)} in the state dict, so it may not have been loaded. Let "
-                "that code remove each entry that it loads (`state_dict.pop`), or exclude the rest."
+                f"{', '.join(unloaded)} in the state dict, and may not have loaded it. Let that "
+                "code remove each entry that it loads (`state_dict.pop`); exclude what it does "
+                "not load."
             )
             raise RestoreError(msg)
 

@@ -96,7 +96,7 @@ def run_post_hooks(wrappers: Sequence[torch.nn.Module]) -> None:
 
 
 def _is_of_fully_shard(hook: Callable[..., Any]) -> bool:
-    """Return whether FSDP made the hook, for loads that replace parameters; a restore does not."""
+    """Return whether the hook is FSDP's own, which only loads that replace parameters need."""
     return module_of(hook).startswith("torch.distributed.fsdp.")
 
 

@@ -169,8 +169,8 @@ def members(
     Args:
         groups: The param groups.
         names_of: Returns the names that modules of the tree give to a tensor.
-        recall: Returns the names that the last save made if its basis was equal, or else calls the
-            function to make them.
+        recall: Takes what the names depend on, and a function that makes them. Returns the names
+            of the last save if those inputs are the same, otherwise calls the function.
     """
     parameters: dict[int, torch.Tensor] = {}
     places: list[tuple[int, int, tuple[str, ...]]] = []

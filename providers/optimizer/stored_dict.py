@@ -389,7 +389,10 @@ def _flattened(
 
 
 def _content(whole: PlaceContext, at: _Entry | None) -> object:
-    """Return what copies of an option are compared by: a tensor's spec, as core compares bytes."""
+    """Return what must be equal in all copies of an option.
+
+    For a tensor, that is only its spec: core compares the bytes.
+    """
     if at is None or isinstance(at, _Part):
         return None if at is None else repr(at.value)
     stored = whole.stored(at)

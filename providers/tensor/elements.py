@@ -1,9 +1,9 @@
 """Tensor elements: cut into blocks for plain indexing, gathered, and compared.
 
-A restore rounds with core's `convert_floats`. The comparison rounds with torch, which takes half as
-long but must give the same bits. The two differ in the bits of NaNs, so a tensor with a NaN counts
-as different. Some processors flush subnormal numbers to zero, so torch's rounding is first checked
-against `convert_floats`.
+`is_rounded` compares a tensor with its master. It rounds the master with torch, which takes half as
+long as core's `convert_floats`. But a restore uses `convert_floats`, so both must give the same
+bits. They differ in the bits of NaNs, so a tensor with a NaN counts as different. Some processors
+flush subnormal numbers to zero, so torch's rounding is first checked against `convert_floats`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def gather_lines(tensors: Sequence[torch.Tensor], lines: Sequence[Lines]) -> Gat
 def is_rounded(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether `tensor` is `master` rounded to nearest even, bit for bit.
 
-    Returns False if `tensor` has a NaN. Both must be on the same device.
+    Returns False also if `tensor` has a NaN, or if torch does not round to its dtype, on its
+    device, as core does. Both tensors must be on the same device.
     """
     if master.dtype is not torch.float32 or tensor.dtype not in DTYPES:
         return False

@@ -167,7 +167,7 @@ def rebuild_parts(node: Node, *, device: str | None, context: PlaceContext) -> P
             names, shape, kind = [], [], None
     if not isinstance(kind, type) or not issubclass(kind, torch.Tensor) or not has_parts(kind):
         shown = show_path(path)
-        msg = f"{shown} is not a valid tensor of parts"
+        msg = f"{shown} is not a valid stored tensor"
         raise FormatError(msg, [shown])
     made = decode_context(meta.get("context"), path)
     result = Placement()
@@ -308,7 +308,7 @@ def decode_context(data: Any, path: ObjectPath) -> Any:
         case {"form": "value", "value": value}:
             return decode_value(json.dumps(value).encode(), path)
     shown = show_path(path)
-    msg = f"{shown} is not a valid tensor of parts"
+    msg = f"{shown} is not a valid stored tensor"
     raise FormatError(msg, [shown])
 
 

@@ -84,8 +84,8 @@ def local_shard(tensor: DTensor, path: ObjectPath, *, last_cut: int | None = Non
         tensor: The tensor; only the shape of its local tensor is read.
         path: Its path in the state, for messages.
         last_cut: The mesh dimension over which `fully_shard` shards the tensor. For a gradient or
-            optimizer state, that is `last_cut_of` its parameter. If None (not known), every order
-            of cuts that the placements allow must give every rank the same elements.
+            optimizer state, that is `last_cut_of` its parameter. If None (not known), a rank's
+            elements must be the same under all orders of cuts that the placements allow.
 
     Raises:
         UnsupportedStateError: The tensor is a pending sum, or the elements that each rank of the
@@ -315,7 +315,7 @@ def _orders(cuts: Order, last_cut: int | None) -> tuple[Order, ...]:
 
 
 def _agree(size: int, orders: tuple[Order, ...]) -> bool:
-    """Return whether all orders give each rank of the mesh the same indices."""
+    """Return whether each rank's indices are the same under all orders."""
     if len(orders) == 1:
         return True
     first = orders[0]

@@ -73,7 +73,7 @@ def class_name(kind: type) -> str | None:
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the field names of a dataclass without other content; None for any other class.
+    """Return the field names of a dataclass that holds only fields; None for any other class.
 
     Does not run the class's code, because a checkpoint may name any class.
     """

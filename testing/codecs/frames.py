@@ -241,7 +241,7 @@ def _typed_chunks(codec: Codec) -> Iterator[tuple[bytes, CodecContext]]:
 def check_output(codec: Codec) -> None:
     """Check that `output` is valid, fits `encode`'s frames, and never changes.
 
-    A reader calls its own instance, which has encoded no chunk.
+    It must not depend on encoded chunks, since a reader calls it on an instance without any.
     """
     stored = json.loads(json.dumps(codec.config.model_dump(mode="json")))
     reader = type(codec)(codec.Config.model_validate(stored))

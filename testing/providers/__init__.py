@@ -204,7 +204,7 @@ def _loads(
     if loaded is not None:
         assert _yes_or_no(loaded, "loaded", part, value), (
             "load gives a state that was not stored: `rebuild` must put back all that `describe` "
-            "yields, and a field that it forgets has the state of a new value"
+            "yields (a field that it forgets keeps the default of a new value)"
         )
 
 
@@ -222,4 +222,4 @@ def _mismatch_is_said(stored: Stored, make: Callable[[], object]) -> None:
         changed = replace(stored, tree=replace(stored.tree, objects=objects))
         for target in changed.plan({"part": make()}).targets:
             nbytes = sum(region.numel for region in target.regions) * target.spec.itemsize
-            assert target.sink.nbytes == nbytes, f"{target.path}: size and spec differ"
+            assert target.sink.nbytes == nbytes, f"{target.path}: sink and spec sizes differ"

@@ -58,7 +58,7 @@ def declarations_are_sane(value: object, providers: Providers) -> None:
     expect_signatures(provider, StateProvider)
     assert provider.name, "a provider needs a name"
     assert provider.version >= 1, "versions count from 1"
-    assert isinstance(provider.forms, tuple), "forms is a tuple of names"
+    assert isinstance(provider.forms, tuple), "forms must be a tuple of names"
     assert len(set(provider.forms)) == len(provider.forms), "a form is declared twice"
     for other in providers.all():
         shared = set(provider.forms) & set(other.forms) if other is not provider else ()
@@ -99,7 +99,9 @@ def description_is_whole(stored: Stored) -> None:
                 f"the node {shown} comes after its children"
             )
         else:
-            assert entry.source.nbytes == entry.spec.nbytes, f"{shown}: size and spec differ"
+            assert entry.source.nbytes == entry.spec.nbytes, (
+                f"{shown}: source and spec sizes differ"
+            )
             check_source(entry.source, entry.spec.itemsize)
         seen.add(entry.path)
 
@@ -217,8 +219,8 @@ def each_object_that_is_not_there_is_missing(
             shortened.complete(placement, piece_bytes=PIECE_BYTES)
             after = store(state, providers=stored.providers).data
         assert path not in after, (
-            f"a checkpoint without {shown} is not noticed: put what `place` does not find "
-            "into `missing`, with what `context.place` reports"
+            f"a checkpoint without {shown} is not noticed: put each path that `place` does not "
+            "find into `missing`, and add the `missing` of each result of `context.place`"
         )
 
 
@@ -364,9 +366,9 @@ def _comes_back(stored: Stored, value: object, target: object, what: str) -> Non
         again = store(state, providers=stored.providers)
     for path, data in stored.data.items():
         assert again.data.get(path) == data, (
-            f"{show_path(path)} of {what} comes back changed: its stored bytes differ (not "
-            "`equal`, which may not know such tensors). One value must always be stored as the "
-            "same bytes; a pickle varies, so describe its parts one by one"
+            f"{show_path(path)} of {what} comes back changed: its stored bytes differ (the check "
+            "compares bytes, since `equal` may not know such tensors). One value must always be "
+            "stored as the same bytes; a pickle varies, so describe its parts one by one"
         )
     described = {
         entry.source.memory.storage

@@ -449,7 +449,7 @@ def claim(priority, others=None):
 broken("declares api_version 2", "OtherVersion", api_version=2)
 broken("needs a name", "Nameless", name="")
 broken("versions count from 1", "VersionZero", version=0)
-broken("forms is a tuple", "OneFormAsText", forms="good-mean")
+broken("forms must be a tuple", "OneFormAsText", forms="good-mean")
 broken("a form must belong to one provider", "TakesOurForm", forms=(*Good.forms, "tensor"))
 broken("an unknown type", "ClaimsEverything", Ring, claims=claim(60, 1))
 broken("good-mean", "FormIsNotDeclared", forms=("good-ring",))
@@ -463,7 +463,7 @@ broken("describing changes the state", "CountsDescriptions",
 broken("describing changes the value", "CountsItsDescriptions", describe=described_once_with_four)
 broken("a second description differs", "PathsChange", mean=counting("path"))
 broken("other nodes", "NodesChange", mean=counting("node"))
-broken("size and spec differ", "SpecIsTooLarge", Ring,
+broken("source and spec sizes differ", "SpecIsTooLarge", Ring,
        spec=lambda self, value: TensorSpec("int16", 2, (len(value.data),)))
 
 broken("view and address go together", "AddressWithoutView", Ring, source=addressed(None))
@@ -488,7 +488,7 @@ broken("put a NoneType into the tree", "FinishReturnsNothing",
 broken("not equal", "FinishAssignsNothing", place_mean=placed(
     lambda placement, value, *_: setattr(placement, "finish", lambda: value)))
 MUTANTS["SwallowsWhatIsMissing"] = "is not noticed", Mean, SwallowsWhatIsMissing
-broken("size and spec differ", "BelievesTheStoredShape", Ring, place_ring=place_as_stored)
+broken("sink and spec sizes differ", "BelievesTheStoredShape", Ring, place_ring=place_as_stored)
 
 broken("not equal", "FillsFromTheStart", Ring, sink={
     "copy_in": lambda self, start, data: self.value.data.__setitem__(slice(len(data)), data)})

@@ -255,7 +255,7 @@ class FailsToCapture(Good):
         (CapturesLive, "capture returned a tensor of the optimizer"),
         (CapturesLiveList, "return a copy|return copies"),
         (Remembers, "keep none between calls"),
-        (ClaimsParameters, "parameter 0 steps to other bits without the others: unit"),
+        (ClaimsParameters, "parameter 0 gets other bits if it steps alone: unit"),
         (ClaimsByName, "must be a Unit"),
         (ForgetsTheGenerator, "gives other bits"),
         (CapturesTheUnstorable, "captured/lock"),
@@ -296,5 +296,5 @@ def test_suite_catches_a_wrong_claim_of_elements():
         model = nn.ParameterList([torch.ones(4, 2), torch.ones(3)])
         return model, Normed(model.parameters())
 
-    with pytest.raises(AssertionError, match="steps to other bits in pieces than whole"):
+    with pytest.raises(AssertionError, match="gets other bits in pieces than whole"):
         check_replayer(make, replayer=ClaimsElements)
