@@ -345,7 +345,7 @@ Piece = tuple[int, "memoryview | Bounce"]
 
 @dataclass(frozen=True, slots=True)
 class OpenBlob:
-    """An open file that transfers read or write.
+    """An open file, to be read or written.
 
     Attributes:
         name: The name of the blob, for messages.

@@ -349,7 +349,8 @@ class TieredBackend(Backend):
         Raises:
             BlobTruncatedError: A tier has a damaged copy. Core then reads another tier's copy and
                 repairs the damage.
-            StorageError: No tier has the blob, or a tier does not answer.
+            BlobNotFoundError: All tiers answer, and none has the blob.
+            StorageError: No tier returned a result, and one of them failed.
         """
         missing: BlobNotFoundError | None = None
         failure: StorageError | None = None

@@ -141,8 +141,8 @@ def _grace(value: float) -> float:
     if value > 0:
         return value
     msg = (
-        "has to be above 0: a save without progress for half of this time is never committed. To "
-        "prune at once: penstock prune URL --grace 0s"
+        "has to be above 0, because a save that makes no progress for half of this time fails. "
+        "This is not the option of `penstock prune`, where --grace 0s prunes at once"
     )
     raise ValueError(msg)
 

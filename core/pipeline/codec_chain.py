@@ -286,8 +286,8 @@ class CodecChain:
             not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
         ):
             msg = (
-                f"{self!r} cannot have encoded {raw_length} bytes with the recorded lengths of "
-                f"output {tuple(lengths)} between its codecs"
+                f"the recorded lengths after each codec of {self!r} but the last, {tuple(lengths)}, "
+                f"are impossible for a chunk of {raw_length} bytes"
             )
             raise CodecError(msg)
 

@@ -119,7 +119,7 @@ class ToldDrains:
 
 
 class FollowedDrains:
-    """Follows rank 0's copies on another rank. Thread-safe."""
+    """Learns, on a rank other than 0, how rank 0's copies end. Thread-safe."""
 
     def __init__(self, coordination: Coordination, timeout_s: float, timing: Timing) -> None:
         """Prepare; nothing is read before `follow`.

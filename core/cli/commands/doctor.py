@@ -188,7 +188,7 @@ def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
 def _check_answer(backend: Backend) -> Check | None:
     """Return a finding if a tier does not answer; None if it answers.
 
-    Also None if a folder fails as a store: the checks of folders report a better reason.
+    Also None if the tier is a folder: the checks of folders report a better reason.
     """
     advice = "check that it can be reached"
     try:

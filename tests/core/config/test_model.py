@@ -111,7 +111,7 @@ def test_wrong_values_are_reported_by_place():
         ({"backend": 7}, "backend: Input should be a path, a URL, a table with `type`, or an open"),
         ({"backend": None}, "backend: Input should be a path, a URL, a table with `type`, or an"),
         ({"fence_timeout_s": 0}, "fence_timeout_s: Input should be greater than 0"),
-        ({"grace_s": 0}, "grace_s: has to be above 0: a save without progress for half of"),
+        ({"grace_s": 0}, "grace_s: has to be above 0, because a save that makes no progress"),
         ({"grace_s": "long"}, "grace_s: Input should be a valid number"),
         ({"workers": 0}, "workers: Input should be greater than or equal to 1"),
         ({"rules": {"match": "a", "codecs": []}}, "rules: Input should be a list"),
