@@ -788,7 +788,8 @@ class Checkpointer:
             if self._drains is not None:
                 self._drains.settle()
                 self._drains.close()
-            self._copies.settle()
+            if sys.exc_info()[0] is None:
+                self._copies.settle()
             self._copies.close()
             self._ranks.settle()
             self._roots.close(sys.exc_info()[1])

@@ -54,6 +54,7 @@ _LANDING = "/pulled/"
 """The folder of blobs that are being copied, instead of `/blobs/`."""
 
 _BUFFER_BYTES = 32 << 20
+_FAILURES = 5  # without progress, after which `settle` waits no longer
 _FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
 _REPLICATED, _NOT_REPLICATED = b"1", b"0"
 
@@ -155,6 +156,7 @@ class _Lead:
         self._thread: threading.Thread | None = None
         self._ends: list[threading.Thread] = []
         self._held_bytes = -1
+        self._failures = 0  # since the last progress
         self._warned: set[str] = set()
 
     def begin(self) -> None:
@@ -185,7 +187,7 @@ class _Lead:
 
     def settle(self) -> None:
         with self._changed:
-            while self._waiting and self._running and not self._watchdog.is_over():
+            while self._waiting and self._failures < _FAILURES and not self._watchdog.is_over():
                 self._changed.wait(_MOST_LOOK_S)
 
     def close(self) -> None:
@@ -225,6 +227,7 @@ class _Lead:
                 continue
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
                 is_safe = False
+                self._failures += 1
                 self._warn(key, said(error))
             pause_s = _FIRST_LOOK_S if self._held_bytes != held else pause_s * _GROWTH
             with self._changed:
@@ -260,7 +263,7 @@ class _Lead:
         groups = group_hosts(domains, self._place.copies)
         held = sum(s for f, s in files.items() for _ in holdings.holders(f, s))
         if held != self._held_bytes:
-            self._held_bytes = held
+            self._held_bytes, self._failures = held, 0
             self._watchdog.moved()
         failure: PenstockError | None = None
         for host, missing in holdings.pulls(files, groups).items():
