@@ -202,11 +202,11 @@ def log_verdict(run):
         step at most. If it may cost {fewer} steps or more, lazy full saves write less and are
         simpler. Logging a step, with the copy of its gradients, takes
         {100 * trained["log, share"]:.1f} % of a step of {1000 * trained["step, s"]:.0f} ms, a lazy
-        save {100 * trained["lazy, share"]:.1f} %. On two cores, training with a log at every step takes {trained["log, wall"]:.2f} times as long as
-        without, with a lazy save at every step {trained["lazy, wall"]:.2f} times. Replaying an
-        entry takes as long as {foreach["cold entry, steps"]:.2f} steps, which the picture includes;
-        with {twice} entr{"y" if twice == 1 else "ies"} a restore takes twice as long
-        (`benchmarks/log.py`).
+        save {100 * trained["lazy, share"]:.1f} %. On two cores, training with a log at every
+        step takes {trained["log, wall"]:.2f} times as long as without, with a lazy save at every
+        step {trained["lazy, wall"]:.2f} times. Replaying an entry takes as long as
+        {foreach["cold entry, steps"]:.2f} steps, which the picture includes; with {twice}
+        entr{"y" if twice == 1 else "ies"} a restore takes twice as long (`benchmarks/log.py`).
     """
     return textwrap.fill(" ".join(text.split()), 100, break_long_words=False)
 

@@ -286,7 +286,7 @@ class CodecChain:
             not 0 <= length <= bound for length, bound in zip(lengths, bounds, strict=True)
         ):
             msg = (
-                f"the recorded lengths after each codec of {self!r} but the last, {tuple(lengths)}, "
+                f"the recorded lengths {tuple(lengths)} after each codec of {self!r} but the last "
                 f"are impossible for a chunk of {raw_length} bytes"
             )
             raise CodecError(msg)
