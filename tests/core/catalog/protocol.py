@@ -79,7 +79,7 @@ from penstock.core.save.finish import Finish
 from penstock.core.save.job import SaveJob
 from penstock.core.save.manifest import ALONE, RankManifest
 from penstock.core.save.prepare import claim_generation
-from penstock.core.save.request import Destination, SaveTurn
+from penstock.core.save.request import Destination, SaveSurroundings, SaveTurn
 from penstock.core.types import Capabilities
 
 _NOW = "2026-01-01T00:00:00Z"
@@ -450,13 +450,8 @@ class Saver(Actor):
                 events=silent,
             )
 
-        surroundings = SimpleNamespace(
-            before_write=lambda request, url: None,
-            before_commit=lambda request, uid: None,
-            after_commit=after_commit,
-            reported=lambda report: report,
-            when_failed=lambda error: None,
-        )
+        surroundings = SaveSurroundings()
+        surroundings.after_commit = after_commit
         job = Job(
             turn, ModelClock(turn, stopped=self.stopped_clock), surroundings,
             uid=self.uid, step=self.step, generation=generation, grace_s=self.grace_s,

@@ -42,7 +42,7 @@ from penstock.core.format.records import (
     parse_commit_name,
 )
 from penstock.core.save.prepare import claim_generation
-from penstock.core.save.request import Destination
+from penstock.core.save.request import Destination, SaveSurroundings
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.link import _PERMANENT, DrainLink
 from penstock.core.tiers.whereabouts import at_step, mark
@@ -163,7 +163,7 @@ class TierSaver(_Drained):
         generation = claim_generation(self.step, entries, url=run.url, overwrite=True)
         replaces = {record.uid for tier in run.tiers for record in at_step(tier.backend, self.step)}
         job = Job(
-            turn, ModelClock(turn, stopped=True), quiet(), place=fast, uid=self.uid,
+            turn, ModelClock(turn, stopped=True), SaveSurroundings(), place=fast, uid=self.uid,
             step=self.step, generation=generation, grace_s=GRACE_S, batches=1, borrowed=(),
             base=None,
         )  # fmt: skip
@@ -253,16 +253,6 @@ def copied_in_the_end(link, record):
         raise
     except PenstockError:
         return link._copy_once(record)
-
-
-def quiet():
-    return SimpleNamespace(
-        before_write=lambda *_: None,
-        before_commit=lambda *_: None,
-        after_commit=lambda *_: None,
-        reported=lambda report: report,
-        when_failed=lambda _: None,
-    )
 
 
 def newest_of(store, prefix, step):

@@ -33,7 +33,13 @@ def root():
 @pytest.fixture
 def server(root):
     known = {client: Credentials.of(b"secret", 0, client) for client in (7, 9)}
-    found = RootServer(root, "127.0.0.1", credentials=known.get, timing=TIMING)
+    found = RootServer(
+        root,
+        "127.0.0.1",
+        credentials=known.get,
+        pull=lambda body: root.publish("pulled", body),
+        timing=TIMING,
+    )
     found.start(PATIENCE_S)
     yield found
     found.close()
@@ -55,6 +61,8 @@ def test_root_is_read_listed_and_changed_from_another_host(root, server):
         assert there.read_record("commits/2", limit_bytes=3) == b"two"
         there.delete(["data/a.raw", "commits/1", "none"])
         assert [info.name for info in root.list("")] == ["commits/2"]
+        there.pull(b"names")
+        assert root.read_record("pulled", limit_bytes=9) == b"names"
 
 
 def test_error_of_the_other_store_leaves_the_connection(server):
