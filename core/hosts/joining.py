@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.core.abc import HostRoot, host_roots, read_host
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import (
+    ConfigError,
     CoordinationError,
     FormatError,
     PenstockError,
@@ -51,6 +52,7 @@ class _Posted(NamedTuple):
     host: str
     epoch: int
     domain: str
+    copies: int
     address: str
     port: int
 
@@ -148,6 +150,7 @@ class RootsOfJob:
             board.post(_key(rank), json.dumps(posted).encode())
             serving = self._serving(group)
             others = self._read(group, {r for ranks in serving.values() for r in ranks})
+            _check_copies(posted, rank, others)
         except BaseException:
             for server in servers.values():
                 server.close()
@@ -202,8 +205,8 @@ class RootsOfJob:
             raise StorageError(msg) from error
         servers[number] = server
         identity = _identity(host_identity(place.host, place.rank), own.url)
-        domain = self._places[number].domain
-        return _Posted(identity, place.host, _epoch(own), domain, *server.address)
+        domain, copies = self._places[number].domain, self._places[number].copies
+        return _Posted(identity, place.host, _epoch(own), domain, copies, *server.address)
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
         """Return the ranks that serve roots, by the tier's number: the first rank of each root.
@@ -256,6 +259,21 @@ class RootsOfJob:
             time.sleep(0 if len(found) == len(ranks) else pause_s)
             pause_s = min(2 * pause_s, group.timing.hosts_poll_most_s)
         return found
+
+
+def _check_copies(
+    mine: Mapping[int, _Posted], rank: int, others: Mapping[int, Mapping[int, _Posted]]
+) -> None:
+    """Raise if another rank has another number of copies: rank 0 would ask in vain for more."""
+    for other, theirs in others.items():
+        for number in mine.keys() & theirs.keys():
+            here, there = mine[number].copies, theirs[number].copies
+            if here != there:
+                msg = (
+                    f"copies is {here} on rank {rank}, but {there} on rank {other}: give all ranks "
+                    "the same configuration"
+                )
+                raise ConfigError(msg)
 
 
 def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:

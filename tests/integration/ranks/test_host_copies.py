@@ -5,6 +5,7 @@ from tests.integration.ranks.saving import SHORT_TIMEOUT_S
 from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
 from tests.integration.training import Gate
 
+from penstock.core.errors import ConfigError
 from penstock.core.format.records import parse_commit_name
 
 
@@ -202,3 +203,11 @@ def test_lost_host_is_recovered_without_the_durable_tier(tmp_path):
     hosts.lose("b")
     (tmp_path / "durable").rename(tmp_path / "away")
     assert Hosts(tmp_path, copies=1).restore("axc") == 2
+
+
+@pytest.mark.parametrize("copies", [{"a": 1, "b": 0}, {"a": 0, "b": 1}])
+def test_ranks_with_other_numbers_of_copies_are_refused(tmp_path, copies):
+    hosts = Hosts(tmp_path, copies=copies.__getitem__)
+    found = hosts.job("ab").run(lambda ckpt, rank: ckpt.save(state_of(1, rank, 2), 1))
+    assert [type(error) for error in found] == [ConfigError] * 2
+    assert "copies is" in str(found[0])
