@@ -746,6 +746,9 @@ class Checkpointer:
         if chosen_steps is not None and everything:
             msg = "compact takes either steps or everything=True, not both"
             raise ConfigError(msg)
+        if any(roots.copies for roots in host_roots(self._backend).values()):
+            msg = "compact is not supported with copies on other hosts: compact the durable tier"
+            raise ConfigError(msg)
         self.wait()  # compacting while a save is in flight would take twice the memory
         compactor = Compactor(
             self._backend.inner,

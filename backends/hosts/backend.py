@@ -28,7 +28,6 @@ from penstock.core.abc import (
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
-    BlobTruncatedError,
     ConfigError,
     StorageError,
     StorageTimeoutError,
@@ -216,7 +215,10 @@ class HostsBackend(HostRoots):
         for root, listed in self._at_all(lambda root: root.list(prefix)):
             for info in listed:
                 if info.name != HOST_NAME and self._counts(root, info.name):
-                    infos.setdefault(info.name, info)
+                    # The largest: a truncated file must not hide the good copy of another host.
+                    known = infos.setdefault(info.name, info)
+                    if info.size_bytes > known.size_bytes:
+                        infos[info.name] = info
         return [infos[name] for name in sorted(infos)]
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
@@ -249,6 +251,14 @@ class HostsBackend(HostRoots):
             StorageError: A host does not answer, so its root may still have the blobs. Or other
                 hosts of the last job have not joined, and nothing was deleted.
         """
+        self.check_may_delete()
+        self._begin_epoch()
+        self._at_all(lambda root: root.delete(names))
+        for name in names:
+            self._known.pop(name, None)
+
+    def check_may_delete(self) -> None:
+        """See `HostRoots.check_may_delete`."""
         if not self._joined and (absent := self.absent()):
             msg = (
                 f"{self.url} is the root of one host, and nothing was deleted: the hosts "
@@ -256,10 +266,6 @@ class HostsBackend(HostRoots):
                 "with these hosts. A job without them can delete after its first save"
             )
             raise StorageError(msg)
-        self._begin_epoch()
-        self._at_all(lambda root: root.delete(names))
-        for name in names:
-            self._known.pop(name, None)
 
     def sweep(self, before_s: float, /) -> None:
         """Sweep all roots."""
@@ -289,8 +295,6 @@ class HostsBackend(HostRoots):
         for root in (*([] if known is None else [known]), *roots):
             try:
                 found = call(root.backend)
-            except BlobTruncatedError:
-                raise
             except BlobNotFoundError as error:
                 failure = failure or error
             except StorageError as error:

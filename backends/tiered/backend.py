@@ -241,10 +241,13 @@ class TieredBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The fastest open tier's; `exclusive_publish` only if all tiers are open and have it."""
+        """The fastest open tier's, without `renames`.
+
+        With `exclusive_publish` only if all tiers are open and have it.
+        """
         known = [backend.capabilities for backend in self._backends if _is_open(backend)]
         exclusive = len(known) == len(self._backends) and all(c.exclusive_publish for c in known)
-        return replace(known[0], exclusive_publish=exclusive)
+        return replace(known[0], exclusive_publish=exclusive, renames=False)
 
     @property
     def direct_io(self) -> bool:

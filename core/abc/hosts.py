@@ -62,6 +62,13 @@ class HostRoots(DelegatingBackend, ABC):
     def roots(self) -> Sequence[HostRoot]:
         """The roots of all hosts of the job; that of this host is first."""
 
+    def check_may_delete(self) -> None:
+        """Raise if a deletion would be refused; a caller that deletes in several places asks first.
+
+        Raises:
+            StorageError: Other hosts of the last job have not joined.
+        """
+
     @property
     def copies(self) -> int:
         """The number of other hosts that must hold a copy of each file."""

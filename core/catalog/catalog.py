@@ -360,8 +360,10 @@ class Catalog:
             check_same(self._backend.tiers, [step])
         self._delete(entries[step], named)
 
-    def delete_older_generations(self, step: int) -> None:
+    def delete_older_generations(self, step: int, generation: int | None = None) -> None:
         """Delete the generations that an overwrite of `step` replaced.
+
+        With `generation`, delete only generations below it.
 
         Keeps all of them while the newest generation lacks data: its saver may have stalled, been
         pruned, and published late. Then only the older generation is whole.
@@ -378,12 +380,11 @@ class Catalog:
             # faster tier may be lost with its machine.
             if any(having[number:]):
                 other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
-                other._delete_below(keep)
+                other._delete_below(step, keep.generation if generation is None else generation)
 
-    def _delete_below(self, keep: CommitRecord) -> None:
-        parsed = {name: parse_commit_name(name) for name in self.entries().get(keep.step, [])}
-        below = [name for name, found in parsed.items() if found and found[1] < keep.generation]
-        self._delete(below)
+    def _delete_below(self, step: int, generation: int) -> None:
+        parsed = {name: parse_commit_name(name) for name in self.entries().get(step, [])}
+        self._delete([name for name, found in parsed.items() if found and found[1] < generation])
 
     def rewind(self, step: int) -> list[int]:
         """Delete every step after `step`, newest first, to continue from `step`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.notes import delete_notes
 from penstock.core.catalog.survey import places_of, records_named, survey_run, uids_named
 from penstock.core.errors import ConfigError
@@ -141,6 +142,8 @@ def delete_records(
         The names of the deleted records.
     """
     names = list(names)
+    for roots in host_roots(backend).values():
+        roots.check_may_delete()  # the most durable place is the first to delete
     chosen = (
         _all_named(backend, names)
         if uids is None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import read_root
+from penstock.core.abc import host_roots, read_root
 from penstock.core.catalog.deletion import (
     delete_data,
     delete_lent,
@@ -288,7 +288,7 @@ def _prune_one(backend: Backend, how: _How) -> PruneReport:
         if old and not steps:
             return _refused_without_records(backend, old, dry_run=how.dry_run)
         waiting = unrecorded(survey.data, survey.intents, max(steps, default=None))
-    superseded = _superseded(survey.records, lambda record: how.look(backend, record))
+    superseded = _superseded(backend, survey.records, lambda record: how.look(backend, record))
     if superseded and how.dry_run:
         survey = _survey_without(survey, superseded)
     elif superseded:
@@ -438,9 +438,16 @@ def _refused_without_records(
 
 
 def _superseded(
-    records: Mapping[str, CommitRecord], is_whole: Callable[[CommitRecord], bool]
+    backend: Backend,
+    records: Mapping[str, CommitRecord],
+    is_whole: Callable[[CommitRecord], bool],
 ) -> tuple[str, ...]:
-    """Return, lowest first, the older records of each step whose newest generation is whole."""
+    """Return, lowest first, the older records of each step whose newest generation is whole.
+
+    None if hosts copy each other's files: others may have no copy yet of the newest generation.
+    """
+    if any(roots.copies for roots in host_roots(backend).values()):
+        return ()
     newest: dict[int, CommitRecord] = {}
     for record in records.values():
         if record.generation >= newest.get(record.step, record).generation:

@@ -79,7 +79,7 @@ def clean_up_after(
     try:
         catalog.delete_incomplete_after(report.step)
         if overwrite:
-            catalog.delete_older_generations(report.step)
+            catalog.delete_older_generations(report.step, report.generation)
         if retention is not None:
             gone = catalog.apply_retention(retention, protect={report.step, *protect})
             if gone:

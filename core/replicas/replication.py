@@ -67,6 +67,15 @@ class Replication:
         if self.target not in self._old | self._new:
             self._choose()
 
+    def keep_only(self, keys: Iterable[CheckpointKey]) -> None:
+        """Forget all checkpoints that do not exist any more."""
+        self.deleted(self.known.difference(keys))
+
+    @property
+    def known(self) -> set[CheckpointKey]:
+        """All checkpoints that were added and not deleted."""
+        return self._safe | self._old | self._new
+
     def deletable(self, keys: Iterable[CheckpointKey]) -> list[CheckpointKey]:
         """Return those of `keys` that retention, eviction and overwrites may delete, ascending.
 

@@ -170,18 +170,26 @@ class _Lead:
 
     def committed(self, report: SaveReport, on_end: Callable[[bool], None]) -> None:
         key = report.step, report.generation
+        keys = self._keys()
         with self._changed:
             if not self._closed:
                 self._waiting[key] = report.uid, on_end
+                if keys is not None:  # without those that were rewound or deleted
+                    self._replication.keep_only([*keys, key])
                 self._replication.committed(key)
+                if self._replication.target is None:  # a newer one is replicated
+                    self._end([key])
                 self._run_on()
                 return
         on_end(False)  # noqa: FBT003 - the result of a future
 
     def kept(self) -> set[int]:
-        names = (name for names in self._catalog.entries().values() for name in names)
-        keys = [key for name in names if (key := parse_commit_name(name)) is not None]
+        keys = self._keys()
         with self._changed:
+            if keys is None:
+                keys = [*self._replication.known]
+            else:
+                self._replication.keep_only(keys)
             deletable = self._replication.deletable(keys)
         return {step for step, _ in {*keys}.difference(deletable)}
 
@@ -195,12 +203,21 @@ class _Lead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._workers.timing.interrupt_s)  # its store may be stuck
         with self._changed:
             self._end([*self._waiting])
         for thread in self._ends:  # they delete what was replaced
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _keys(self) -> list[CheckpointKey] | None:
+        """Return the checkpoints of the run; None if a host does not answer."""
+        try:
+            entries = self._catalog.entries()
+        except PenstockError:  # then retention, which lists them too, deletes nothing either
+            return None
+        names = (name for names in entries.values() for name in names)
+        return [key for name in names if (key := parse_commit_name(name)) is not None]
 
     def _run_on(self) -> None:
         if not self._running:
@@ -253,15 +270,20 @@ class _Lead:
         record = read_commit(self._place, name)
         files = _files(self._place, record)
         listings = []
+        epoch = max(root.epoch for root in roots)
         for number, root in enumerate(roots):
             sizes = sizes_below(root.backend, (record.uid, *record.references))
-            with suppress(BlobNotFoundError):
+            try:
                 sizes[name] = root.backend.stat(name).size_bytes
+            except BlobNotFoundError:
+                if root.epoch == epoch:  # its publish has failed
+                    data = self._place.read_record(name, limit_bytes=files[name])
+                    root.backend.publish(name, data)
             listings.append(RootListing(str(number), Epoch(root.epoch), frozenset(), sizes))
         holdings = Holdings(listings)
         domains = {str(number): root.domain for number, root in enumerate(roots)}
         groups = group_hosts(domains, self._place.copies)
-        held = sum(s for f, s in files.items() for _ in holdings.holders(f, s))
+        held = sum(size for root in listings for size in root.files.values())
         if held != self._held_bytes:
             self._held_bytes, self._failures = held, 0
             self._watchdog.moved()
@@ -457,6 +479,7 @@ class Puller:
             self._mover = mover
         landing = _Landing(own)
         mover.run(BlobTransfer(blob, place, landing) for blob in blobs)
+        own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
         for name, data in source.records():
             if name in order.files:
                 own.publish(name, data)

@@ -297,7 +297,7 @@ def test_gradients_in_buckets_are_logged_before_the_next_backward(tmp_path, view
     for lines, expected in zip(resumed, whole, strict=True):
         assert "not-logged" not in expected.values()
         first = next(iter(lines))
-        assert first == "8"  # the log thread held the entry of step 9
+        assert first in {"8", "9"}  # the log thread may hold the entry of step 9
         assert lines == {step: expected[step] for step in lines}
         assert list(lines)[-1] == "11"
 

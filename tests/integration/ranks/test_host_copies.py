@@ -1,5 +1,7 @@
 """Hosts copy each other's files, so that a job survives the loss of any one of them."""
 
+import threading
+
 import pytest
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S
 from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
@@ -211,3 +213,111 @@ def test_ranks_with_other_numbers_of_copies_are_refused(tmp_path, copies):
     found = hosts.job("ab").run(lambda ckpt, rank: ckpt.save(state_of(1, rank, 2), 1))
     assert [type(error) for error in found] == [ConfigError] * 2
     assert "copies is" in str(found[0])
+
+
+def test_rewind_leaves_the_newest_replicated_checkpoint(hosts):
+    ready, root = threading.Barrier(2), hosts.faulty("b")
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1, 10)
+        ready.wait(60)
+        if rank == 0:
+            ckpt.rewind(1)
+        ready.wait(60)
+        second = replicated(ckpt, rank, count, 2)
+        ready.wait(60)
+        if rank == 0:
+            root.fail("create", times=None, match="/pulled/00000")
+        ready.wait(60)
+        saved(ckpt, rank, count, 3)
+        saved(ckpt, rank, count, 4)
+        return second
+
+    assert (
+        hosts.run("ab", work, retention={"keep_last": 2}, timeout_s=SHORT_TIMEOUT_S) == [[True]] * 2
+    )
+    root.clear()
+    hosts.lose("a")
+    assert hosts.restore("bx") == 2
+
+
+def test_overwrite_of_an_earlier_step_is_not_replicated(hosts):
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1, 2)
+        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+        return handle(ckpt).replicated.result(60)
+
+    assert hosts.run("ab", work) == [False, False]
+
+
+def test_second_overwrite_leaves_the_replicated_generation(hosts):
+    root, gate = hosts.faulty("b"), Gate()
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            held = root.block("create", gate, match="/pulled/00000")
+        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+        first = handle(ckpt)
+        if rank == 0:
+            assert held.reached.wait(60)
+        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+        if rank == 0:
+            root.fail("create", times=None, match="/pulled/00000")
+            gate.set()
+        return first.replicated.result(60)
+
+    assert hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S) == [True, True]
+    root.clear()
+    hosts.lose("a")
+    assert hosts.restore("bx") == 1
+
+
+def test_prune_leaves_the_replicated_generation(hosts):
+    root = hosts.faulty("b")
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            root.fail("create", times=None, match="/pulled/00000")
+        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+        return rank or ckpt.prune()
+
+    hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S)
+    root.clear()
+    hosts.lose("a")
+    assert hosts.restore("bx") == 1
+
+
+def test_compact_is_refused(hosts):
+    with pytest.raises(ConfigError, match="compact is not supported with copies"):
+        hosts.run("ab", lambda ckpt, rank, count: (saved(ckpt, rank, count, 1), ckpt.compact()))
+
+
+@pytest.mark.parametrize("kind", ["index", "parts/*", "blobs/*"])
+@pytest.mark.parametrize("host", "ab")
+def test_truncated_file_hides_no_step(hosts, host, kind):
+    hosts.run("ab", lambda *of: replicated(*of, 1, 2))
+    for path in hosts.root(host).glob(f"data/*/{kind}"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert hosts.restore("ab") == 2
+
+
+def test_record_that_a_host_lacks_is_published_again(hosts):
+    root = hosts.faulty("b")
+
+    def work(ckpt, rank, count):
+        first = replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            root.fail("publish", match="commits/")
+        return first + replicated(ckpt, rank, count, 2)
+
+    assert hosts.run("ab", work) == [[True, True]] * 2
+    hosts.lose("a")
+    assert hosts.restore("bx") == 2
+
+
+def test_copies_leave_no_empty_folders(hosts):
+    hosts.run("ab", lambda *of: replicated(*of, 1, 2, 3), retention={"keep_last": 1})
+    assert not [*hosts.root("a").glob("data/*/pulled")]
+    assert len([*hosts.root("a").glob("data/*")]) == 1

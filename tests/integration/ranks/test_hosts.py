@@ -395,6 +395,20 @@ def test_pins_survive_the_host_that_wrote_them(hosts):
     assert hosts.run("ab", lambda ckpt, *_: ckpt.info(1).tags) == [("good",)] * 2
 
 
+def test_refused_deletion_deletes_nothing_in_the_durable_tier(tmp_path):
+    hosts = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    hosts.save("ab", 1, 2)
+    fast = {"type": "hosts", "path": str(hosts.root("a")), "experimental": True}
+    backend = {"type": "tiered", "fast": fast, "durable": str(tmp_path / "durable")}
+    with (
+        closing(open_backend(backend)) as store,
+        pytest.raises(StorageError, match="nothing was deleted"),
+    ):
+        Catalog(store).delete(1)
+    with Checkpointer(tmp_path / "durable") as ckpt:
+        assert ckpt.steps() == [1, 2]
+
+
 def test_copies_need_a_root_that_renames():
     options = {"type": "hosts", "path": "s3://bucket/run", "experimental": True}
     with pytest.raises(ConfigError, match="path must be a folder"):
