@@ -93,7 +93,7 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do here. Probes direct I/O if needed, and leaves no file behind."""
+        """What this backend can do here. Probes direct I/O if needed, and leaves no file."""
         refusal = self._direct.refusal
         return Capabilities(
             direct_io=refusal is None,

@@ -444,7 +444,8 @@ def _superseded(
 ) -> tuple[str, ...]:
     """Return, lowest first, the older records of each step whose newest generation is whole.
 
-    None if hosts copy each other's files: others may have no copy yet of the newest generation.
+    Returns none of them if hosts copy each other's files: others may have no copy yet of the newest
+    generation.
     """
     if any(roots.copies for roots in host_roots(backend).values()):
         return ()

@@ -621,7 +621,7 @@ def _without_claimed(state: Mapping[str, Any], optimizers: Mapping[str, Any]) ->
 def _whole_or_absent(
     rest: list[StateObject | Node], left: Iterable[ObjectPath]
 ) -> list[StateObject | Node]:
-    """Return `rest` without values of which every object is in `left`.
+    """Return `rest` without values whose objects are all in `left`.
 
     Only for values that are restored whole or not at all; their nodes count their objects.
 

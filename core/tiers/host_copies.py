@@ -302,7 +302,7 @@ class _Lead:
     def _end(
         self, keys: Iterable[CheckpointKey], *, replicated: CheckpointKey | None = None
     ) -> None:
-        """Report the outcome of these checkpoints, of which only one is replicated, if any."""
+        """Report the outcome of these checkpoints: only `replicated` has its copies."""
         for key in sorted(keys):
             if key in self._waiting:
                 uid, on_end = self._waiting.pop(key)
@@ -316,8 +316,8 @@ class _Lead:
         if why not in self._warned:
             self._warned.add(why)
             log.warning(
-                "step %d has too few copies on other hosts: %s. Training goes on, and the copies "
-                "are tried again",
+                "step %d has too few copies on other hosts: %s. Training continues, and the "
+                "copies are tried again",
                 key[0],
                 why,
             )

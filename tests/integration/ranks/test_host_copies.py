@@ -101,7 +101,8 @@ def test_older_checkpoints_are_deleted_once_the_newer_one_is_replicated(hosts):
     assert {step for host in "ab" for step, _ in listed(hosts, host)} == {3}
 
 
-def test_replaced_generation_stays_until_the_newer_one_is_replicated(hosts):
+@pytest.mark.parametrize("prunes", [False, True])
+def test_replaced_generation_stays_until_the_newer_one_is_replicated(hosts, prunes):
     root = hosts.faulty("b")
 
     def work(ckpt, rank, count):
@@ -109,6 +110,8 @@ def test_replaced_generation_stays_until_the_newer_one_is_replicated(hosts):
         if rank == 0:
             root.fail("create", times=None, match="/pulled/00000")
         ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
+        if prunes and rank == 0:
+            ckpt.prune()
 
     hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S)
     root.clear()
@@ -268,22 +271,6 @@ def test_second_overwrite_leaves_the_replicated_generation(hosts):
         return first.replicated.result(60)
 
     assert hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S) == [True, True]
-    root.clear()
-    hosts.lose("a")
-    assert hosts.restore("bx") == 1
-
-
-def test_prune_leaves_the_replicated_generation(hosts):
-    root = hosts.faulty("b")
-
-    def work(ckpt, rank, count):
-        replicated(ckpt, rank, count, 1)
-        if rank == 0:
-            root.fail("create", times=None, match="/pulled/00000")
-        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
-        return rank or ckpt.prune()
-
-    hosts.run("ab", work, timeout_s=SHORT_TIMEOUT_S)
     root.clear()
     hosts.lose("a")
     assert hosts.restore("bx") == 1
