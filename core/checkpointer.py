@@ -41,6 +41,7 @@ from penstock.core.storage.open import open_backend, portable
 from penstock.core.storage.time_limited import TimeLimitedBackend
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.host_copies import HostCopies
+from penstock.core.tiers.host_orders import HostOrders
 from penstock.core.tree.select import Selection
 from penstock.core.types import show_value, valid_step
 
@@ -156,9 +157,10 @@ class Checkpointer:
             has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
-        self._copies = HostCopies(store, self._catalog, ranks=self._ranks, workers=self._workers)
+        orders = HostOrders(store, self._workers)
+        self._copies = HostCopies(store, self._catalog, orders, self._ranks, self._workers)
         self._roots = RootsOfJob(
-            store, self._ranks, network=config.rank_network, pull=self._copies.pull
+            store, self._ranks, network=config.rank_network, order=orders.execute
         )
         self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(

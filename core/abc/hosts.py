@@ -36,14 +36,15 @@ class HostRoot(NamedTuple):
         epoch: The epoch of the newest job that has saved there (see `HostRecord`); 0 if none has.
         backend: The root.
         domain: Hosts with equal domains may fail together.
-        ask: Asks that host to copy files of a checkpoint; None for the root of this host.
+        ask: Sends an order of a kind to that host, and returns its answer; None for the root of
+            this host.
     """
 
     host: str
     epoch: int
     backend: Backend
     domain: str = ""
-    ask: Callable[[bytes], None] | None = None
+    ask: Callable[[str, bytes], bytes] | None = None
 
 
 class HostRoots(DelegatingBackend, ABC):

@@ -66,7 +66,7 @@ class RootsOfJob:
         ranks: RanksOfJob,
         *,
         network: str | None,
-        pull: Callable[[int, bytes], None],
+        order: Callable[[int, str, bytes], bytes],
     ) -> None:
         """Prepare; contacts no rank.
 
@@ -74,12 +74,13 @@ class RootsOfJob:
             store: The backend of the run.
             ranks: Finds the ranks of the job.
             network: The network between hosts, as in `own_address`.
-            pull: Begins to copy files to this host's root in a tier, given by its number.
+            order: Executes an order of another host, given the number of the tier, the order's
+                kind and its body; returns the answer.
         """
         self._places = host_roots(store)
         self._ranks = ranks
         self._network = network
-        self._pull = pull
+        self._order = order
         self._group: RankGroup | None = None
         self._servers: dict[int, RootServer] = {}
         self._joined = False
@@ -176,7 +177,7 @@ class RootsOfJob:
                         timing=group.timing,
                     )
                     domain = there.domain or there.host
-                    peers.append(HostRoot(there.host, there.epoch, remote, domain, remote.pull))
+                    peers.append(HostRoot(there.host, there.epoch, remote, domain, remote.order))
             own = HostRoot(mine.host, mine.epoch, place.own, mine.domain or mine.host)
             place.join(own, peers, leads=not rank)
         self._group = group
@@ -197,7 +198,7 @@ class RootsOfJob:
                 own,
                 address,
                 credentials=credentials,
-                pull=partial(self._pull, number),
+                order=partial(self._order, number),
                 timing=group.timing,
             )
         except (OSError, ValueError) as error:

@@ -39,18 +39,18 @@ class RootServer:
         address: str,
         *,
         credentials: Callable[[int], Credentials | None],
-        pull: Callable[[bytes], None],
+        order: Callable[[str, bytes], bytes],
         timing: Timing,
     ) -> None:
         """Listen on a free port of `address`; `start` serves requests.
 
-        `pull` begins to copy the files that another host names.
+        `order` executes an order of another host, given its kind and body, and returns the answer.
 
         Raises:
             OSError: This host lacks the address, or no socket is available.
         """
         self._root = root
-        self._pull = pull
+        self._order = order
         self._timing = timing
         self._server = BlobServer(
             address,
@@ -100,8 +100,8 @@ class RootServer:
                 root.delete(body.decode(errors="replace").split("\n"))
             case "sweep":
                 root.sweep(_number(body))
-            case "pull":
-                self._pull(body)
+            case "order":
+                return self._order(name, body)
             case _:
                 msg = f"there is no operation {operation!r}"
                 raise StorageError(msg)
@@ -204,9 +204,9 @@ class RemoteRoot(Backend):
         """See `Backend.sweep`."""
         self._call(lambda client: client.call("sweep", repr(before_s).encode()))
 
-    def pull(self, body: bytes) -> None:
-        """Ask the host to copy files; see `RootServer`."""
-        self._call(partial(_ask, "pull", body))
+    def order(self, kind: str, body: bytes) -> bytes:
+        """Send an order to the host, and return its answer; see `RootServer`."""
+        return self._call(lambda client: client.call(f"order/{kind}", body))
 
     def close(self) -> None:
         """Close the connection; a call in flight fails."""

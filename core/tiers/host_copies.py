@@ -9,44 +9,38 @@ Tested in `tests/integration/ranks/test_host_copies.py`.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.core.abc import DelegatingBackend, host_roots
+from penstock.core.abc import host_roots
 from penstock.core.catalog.survey import borrowed_blobs, read_commit, sizes_below
 from penstock.core.concurrency.watchdog import Deadline, Watchdog
-from penstock.core.copy.copy_source import CopySource
-from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.errors import (
     BlobNotFoundError,
     CoordinationError,
-    FormatError,
     PenstockError,
-    StorageError,
 )
 from penstock.core.foreign import said
 from penstock.core.format.records import commit_name, data_prefix, parse_commit_name
 from penstock.core.replicas.holdings import Epoch, Holdings, RootListing
 from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
-from penstock.core.types import PAGE_BYTES
+from penstock.core.tiers.host_orders import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from penstock.core.abc import Backend, BlobWriter, HostRoots
+    from penstock.core.abc import Backend, HostRoots
     from penstock.core.catalog.catalog import Catalog
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
     from penstock.core.ranks.group import RankGroup, RanksOfJob
     from penstock.core.replicas.replication import CheckpointKey
     from penstock.core.reporting.reports import SaveReport
-    from penstock.core.types import ByteRange
+    from penstock.core.tiers.host_orders import HostOrders
 
 log = logging.getLogger("penstock")
 
@@ -63,38 +57,32 @@ class HostCopies:
     """The copies between the hosts of a job, in the fastest tier that makes copies."""
 
     def __init__(
-        self, store: Backend, catalog: Catalog, *, ranks: RanksOfJob, workers: Workers
+        self,
+        store: Backend,
+        catalog: Catalog,
+        orders: HostOrders,
+        ranks: RanksOfJob,
+        workers: Workers,
     ) -> None:
         """Prepare; copies nothing before `begin`."""
-        places = {n: place for n, place in host_roots(store).items() if place.copies}
-        self._number = min(places, default=-1)
+        self._places = {n: place for n, place in host_roots(store).items() if place.copies}
+        self._catalog = catalog
+        self._orders = orders
         self._ranks = ranks
         self._workers = workers
-        self._puller: Puller | None = None
         self._lead: _Lead | None = None
         self._follow: _Follow | None = None
-        if places:
-            self._place = places[self._number]
-            self._puller = Puller(self._place, workers)
-            self._catalog = catalog
 
     def begin(self) -> None:
         """Start to copy, after the roots of all hosts are joined."""
-        if self._puller is None:
-            return
-        group = self._ranks.of_restore()
+        group = self._ranks.of_restore() if self._places else None
         if group is not None and group.place.rank:
             self._follow = _Follow(group, self._workers)
         elif group is not None:
-            self._lead = _Lead(self._place, self._catalog, group, self._workers, self._puller.pull)
+            number = min(self._places)
+            order = partial(self._orders.execute, number)
+            self._lead = _Lead(self._places[number], self._catalog, group, self._workers, order)
             self._lead.begin()
-
-    def pull(self, number: int, body: bytes) -> None:
-        """Begin to copy files to this host's root in tier `number`, as `Puller.pull` does."""
-        if self._puller is None or number != self._number:
-            msg = "this host makes no copies: give all ranks the same configuration"
-            raise StorageError(msg)
-        self._puller.pull(body)
 
     def replicate(self, report: SaveReport, on_end: Callable[[bool], None]) -> None:
         """Copy a committed checkpoint, and then call `on_end` once, on any thread.
@@ -127,7 +115,7 @@ class HostCopies:
 
     def close(self) -> None:
         """Stop copying."""
-        for part in (self._lead, self._follow, self._puller):
+        for part in (self._lead, self._follow, self._orders):
             if part is not None:
                 part.close()
 
@@ -141,13 +129,13 @@ class _Lead:
         catalog: Catalog,
         group: RankGroup,
         workers: Workers,
-        pull: Callable[[bytes], None],
+        order: Callable[[str, bytes], bytes],
     ) -> None:
         self._place = place
         self._catalog = catalog
         self._group = group
         self._workers = workers
-        self._pull = pull
+        self._order = order  # executes an order on this host
         self._watchdog = Watchdog(group.timeout_s, workers.timing.clock)
         self._changed = threading.Condition()  # guards everything below
         self._replication = Replication((), ())
@@ -290,9 +278,8 @@ class _Lead:
         failure: PenstockError | None = None
         for host, missing in holdings.pulls(files, groups).items():
             wanted = {file: files[file] for file in missing if file != name}
-            body = json.dumps({"record": name, "files": wanted}).encode()
             try:
-                (roots[int(host)].ask or self._pull)(body)
+                (roots[int(host)].ask or self._order)("pull", Order(name, wanted).encoded())
             except PenstockError as error:
                 failure = error
         if failure is not None:
@@ -376,127 +363,6 @@ class _Follow:
             pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The files of one checkpoint to copy, with their sizes in bytes."""
-
-    record: str
-    files: Mapping[str, int]
-
-
-class Puller:
-    """Copies files of other hosts to this host's root, one checkpoint at a time."""
-
-    def __init__(self, place: HostRoots, workers: Workers) -> None:
-        self._place = place
-        self._workers = workers
-        self._lock = threading.Lock()  # guards everything below
-        self._order: _Order | None = None
-        self._mover: BlobMover | None = None
-        self._thread: threading.Thread | None = None
-        self._error = ""
-        self._closed = False
-
-    def pull(self, body: bytes) -> None:
-        """Begin to copy the files that `body` names; do nothing if a copy is under way.
-
-        A copy of another checkpoint is cancelled, and the next call begins.
-
-        Raises:
-            StorageError: The last copy has failed; the next call tries again. Or `body` is invalid.
-        """
-        order = _decoded(body)
-        with self._lock:
-            error, self._error = self._error, ""
-            if error:
-                raise StorageError(error)
-            if self._closed:
-                return
-            if self._order is None:
-                self._order = order
-                self._thread = self._workers.spawn("pull", self._run)
-            elif self._order.record != order.record and self._mover is not None:
-                self._mover.cancel()
-
-    def close(self) -> None:
-        """Cancel the copy, and wait for its end."""
-        with self._lock:
-            self._closed = True
-            if self._mover is not None:
-                self._mover.cancel()
-        if self._thread is not None:
-            self._thread.join(self._workers.timing.interrupt_s)
-
-    def _run(self) -> None:
-        order = self._order
-        assert order is not None
-        error = ""
-        try:
-            self._copy(order)
-        except Exception as failure:  # noqa: BLE001 - a task's boundary: the next call reports it
-            error = said(failure)
-        with self._lock:
-            self._order = self._mover = None
-            self._error = "" if self._closed else error
-
-    def _copy(self, order: _Order) -> None:
-        place, own = self._place, self._place.own
-        record = read_commit(place, order.record)
-        source = CopySource(place, record)
-
-        def damaged(transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
-            raise source.damage(transfer.blob.name, ranges)
-
-        def missing(transfer: BlobTransfer, error: StorageError) -> None:
-            raise source.missing(FormatError(str(error), [transfer.blob.name])) from error
-
-        sizes = sizes_below(own, (record.uid, *record.references))
-        own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
-        blobs = [
-            blob
-            for blob in source.read()
-            if blob.name in order.files and sizes.get(blob.name) != blob.length
-        ]
-        capabilities = own.capabilities
-        mover = BlobMover(
-            workers=self._workers,
-            buffer_bytes=_BUFFER_BYTES,
-            unit_bytes=max(
-                PAGE_BYTES, capabilities.offset_alignment, capabilities.memory_alignment
-            ),
-            bytes_per_s=place.copy_bytes_per_s,
-            calls=Callbacks(
-                moved=lambda _: None,
-                sealed=lambda name: own.rename(_landing(name), name),
-                damaged=damaged,
-                missing=missing,
-                alive=lambda: None,
-            ),
-        )
-        with self._lock:
-            if self._closed:
-                return
-            self._mover = mover
-        landing = _Landing(own)
-        mover.run(BlobTransfer(blob, place, landing) for blob in blobs)
-        own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
-        for name, data in source.records():
-            if name in order.files:
-                own.publish(name, data)
-
-
-class _Landing(DelegatingBackend):
-    """Creates blobs under names that no reader looks for, until they are whole."""
-
-    def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        return super().create(_landing(name), size_hint=size_hint)
-
-
-def _landing(name: str) -> str:
-    folder, leaf = name.rsplit("/", 1)
-    return f"{folder.rsplit('/', 1)[0]}{_LANDING}{leaf}"
-
-
 def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
     """Return the files of a checkpoint and the blobs that it borrows, with their sizes."""
     prefix = data_prefix(record.uid)
@@ -506,16 +372,6 @@ def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
     files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
     name = commit_name(record.step, record.generation)
     return {**files, name: place.stat(name).size_bytes}
-
-
-def _decoded(body: bytes) -> _Order:
-    try:
-        found: Any = json.loads(body)
-        files = {str(name): int(size) for name, size in found["files"].items()}
-        return _Order(str(found["record"]), files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"the request to copy files cannot be read: {error}"
-        raise StorageError(msg) from error
 
 
 def _key(uid: str) -> str:

@@ -37,7 +37,7 @@ def server(root):
         root,
         "127.0.0.1",
         credentials=known.get,
-        pull=lambda body: root.publish("pulled", body),
+        order=lambda kind, body: kind.encode() + body,
         timing=TIMING,
     )
     found.start(PATIENCE_S)
@@ -61,8 +61,7 @@ def test_root_is_read_listed_and_changed_from_another_host(root, server):
         assert there.read_record("commits/2", limit_bytes=3) == b"two"
         there.delete(["data/a.raw", "commits/1", "none"])
         assert [info.name for info in root.list("")] == ["commits/2"]
-        there.pull(b"names")
-        assert root.read_record("pulled", limit_bytes=9) == b"names"
+        assert there.order("pull", b" names") == b"pull names"
 
 
 def test_error_of_the_other_store_leaves_the_connection(server):
