@@ -136,6 +136,7 @@ class Checkpointer:
         # would keep a dropped checkpointer until the next garbage collection.
         self._ranks = RanksOfJob(group, config=self._config, url=self._backend.url, name=name)
         self._events = EventStream(on_event)
+        self._orders = HostOrders(store, self._workers)
         self._drains: Drains | None = None
         if store.tiers:
             self._drains = Drains(
@@ -145,6 +146,7 @@ class Checkpointer:
                 stuck_s=config.io_timeout_s,
                 backend=_for_another_process(config, registry, store),
                 leads=self._ranks.leads,
+                orders=self._orders,
             )
         self._reader = Reader(
             self._backend,
@@ -157,10 +159,9 @@ class Checkpointer:
             has_log=partial(has_log, self._backend),
         )
         self._catalog = self._reader.catalog
-        orders = HostOrders(store, self._workers)
-        self._copies = HostCopies(store, self._catalog, orders, self._ranks, self._workers)
+        self._copies = HostCopies(store, self._catalog, self._orders, self._ranks, self._workers)
         self._roots = RootsOfJob(
-            store, self._ranks, network=config.rank_network, order=orders.execute
+            store, self._ranks, network=config.rank_network, order=self._orders.execute
         )
         self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
@@ -797,7 +798,8 @@ class Checkpointer:
                 self._copies.settle()
             self._copies.close()
             self._ranks.settle()
-            self._roots.close(sys.exc_info()[1])
+            self._roots.close(sys.exc_info()[1])  # waits for rank 0, which may still give orders
+            self._orders.close()
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` must do all of it
             raise

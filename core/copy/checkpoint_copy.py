@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
@@ -81,6 +81,32 @@ class CopyReport:
     already_there: bool = False
 
 
+class BlobHelper(Protocol):
+    """Copies some blobs of a checkpoint in other processes, for a copy that holds the lease."""
+
+    def copy(
+        self,
+        record: CommitRecord,
+        blobs: Sequence[CheckedBlob],
+        token: str,
+        *,
+        sealed: Callable[[str], None],
+        moved: Callable[[int], None],
+        pause: Callable[[float], None],
+    ) -> set[str]:
+        """Return the names of the blobs that are durable at the target; on return, no copy runs.
+
+        Args:
+            record: The commit record.
+            blobs: The blobs to copy.
+            token: The token of the lease.
+            sealed: Called with the name of each blob that is durable.
+            moved: Called with the number of additional bytes that were copied.
+            pause: Waits between two looks at the other processes; raises to end the copy.
+        """
+        ...
+
+
 class CheckpointCopy:
     """Copies one checkpoint. Call `run` once, and `cancel` from any thread.
 
@@ -103,6 +129,7 @@ class CheckpointCopy:
         replace: bool | Collection[str] = True,
         repair: bool = False,
         check_cover: bool = False,
+        helper: BlobHelper | None = None,
     ) -> None:
         """Prepare a copy, without I/O.
 
@@ -123,6 +150,7 @@ class CheckpointCopy:
             check_cover: Whether to refuse a checkpoint whose parts lack elements of an object. The
                 check needs memory for all its records. A drain does not check: an incomplete
                 checkpoint is better in two places than in one.
+            helper: Copies the blobs that it can; this copy moves the others.
         """
         self._source = source
         self._run_target = target
@@ -136,6 +164,7 @@ class CheckpointCopy:
         self._replace = replace
         self._repair = repair
         self._check_cover = check_cover
+        self._helper = helper
         self._contents = CopySource(source, record)
         self._sites = BlobSites(target, record, workers.timing, grace_s=grace_s)
         self._commit = Commit()
@@ -268,12 +297,19 @@ class CheckpointCopy:
         )
         if unread := self._unread_bytes(blobs, kept):
             self._moved(unread)
-        try:
-            self._mover.run(
-                BlobTransfer(blob, self._source, self._target)
-                for blob in blobs
-                if blob.name not in kept
+        left = [blob for blob in blobs if blob.name not in kept]
+        if self._helper is not None and left:
+            done = self._helper.copy(
+                self._record,
+                left,
+                self._sites.own.token,
+                sealed=self._sites.seal,
+                moved=self._moved,
+                pause=self._mover.pause,
             )
+            left = [blob for blob in left if blob.name not in done]
+        try:
+            self._mover.run(BlobTransfer(blob, self._source, self._target) for blob in left)
         except BlobExistsError:
             self._sites.check()  # raises BusyError if another copy has taken over
             raise

@@ -88,6 +88,16 @@ class Lease:
         """The names of the blobs that are whole and durable."""
         return frozenset(self._record.sealed)
 
+    @property
+    def token(self) -> str:
+        """The random name of the copy."""
+        return self._record.token
+
+    def is_of(self, token: str) -> bool:
+        """Return whether the copy with this token holds the stored lease."""
+        found = self._read()
+        return found is not None and found.token == token
+
     def is_abandoned(self) -> bool:
         """Return whether there is a lease of this uid that no copy in flight holds."""
         found = self._read()

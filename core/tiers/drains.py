@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
     from penstock.core.save.request import RankTurn, SaveRequest
+    from penstock.core.tiers.host_orders import HostOrders
     from penstock.core.tiers.link import DrainState
     from penstock.core.tiers.save_drain import OnEnd
 
@@ -73,6 +74,7 @@ class Drains:
         stuck_s: float = 600.0,
         backend: str | dict[str, Any] | None = None,
         leads: Callable[[], bool] = lambda: True,
+        orders: HostOrders | None = None,
     ) -> None:
         """Prepare the links; starts no copy.
 
@@ -85,6 +87,7 @@ class Drains:
                 threads of this process must copy.
             leads: Returns whether this process copies, evicts and repairs. With several ranks, only
                 rank 0 does.
+            orders: Executes the orders for this host, if hosts copy their own files.
         """
         self._leads = leads
         self._tiers = tiers
@@ -128,6 +131,9 @@ class Drains:
                 process=None
                 if backend is None or tiers[number].drain_in == "thread"
                 else ProcessSetup(backend, number, stuck_s),
+                helper=None
+                if orders is None
+                else orders.helper(number, tiers[number].drain_bytes_per_s, stuck_s),
             )
             for number in range(len(tiers) - 1)
         ]

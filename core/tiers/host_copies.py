@@ -115,7 +115,7 @@ class HostCopies:
 
     def close(self) -> None:
         """Stop copying."""
-        for part in (self._lead, self._follow, self._orders):
+        for part in (self._lead, self._follow):
             if part is not None:
                 part.close()
 

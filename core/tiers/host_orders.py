@@ -1,6 +1,6 @@
-"""Moves files of a checkpoint on this host, as rank 0 orders.
+"""Moves files of a checkpoint on each host, as rank 0 orders.
 
-A pull copies files of other hosts to this host's root.
+A pull copies files of other hosts to the host's root. A push copies files to the next tier.
 
 Tested in `tests/integration/ranks/test_host_copies.py`.
 """
@@ -8,29 +8,43 @@ Tested in `tests/integration/ranks/test_host_copies.py`.
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.abc import DelegatingBackend, host_roots
 from penstock.core.catalog.survey import read_commit, sizes_below
+from penstock.core.concurrency.watchdog import Deadline, Watchdog
 from penstock.core.copy.copy_source import CopySource
+from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
-from penstock.core.errors import FormatError, StorageError
+from penstock.core.errors import FormatError, SaveAbortedError, StorageError
 from penstock.core.foreign import said
+from penstock.core.format.records import commit_name
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from penstock.core.abc import Backend, BlobWriter, HostRoots
+    from penstock.core.abc import Backend, BlobWriter, HostRoot, HostRoots, Tier
+    from penstock.core.concurrency.timing import Timing
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.copy.mover import CheckedBlob
+    from penstock.core.format.records import CommitRecord
     from penstock.core.types import ByteRange
+
+log = logging.getLogger("penstock")
 
 _LANDING = "/pulled/"
 """The folder of blobs that are being copied, instead of `/blobs/`."""
 
-_BUFFER_BYTES = 32 << 20
+_BUFFER_BYTES = 24 << 20  # of a pull and of a push
+_FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
+_SILENT_S = SILENT_S / 4  # in which rank 0 must ask again; it ends before rank 0's lease can end
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,100 +53,149 @@ class Order:
 
     Attributes:
         record: The name of the commit record.
-        files: The size of each file in bytes, by name.
+        files: The size of each file in bytes, by name; a push without files ends the last one.
+        token: The token of the lease under which files are pushed.
+        bytes_per_s: Maximum bytes to push per second; None sets no limit.
     """
 
     record: str
     files: Mapping[str, int]
+    token: str = ""
+    bytes_per_s: float | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Equal for orders that are the same: all pulls of a checkpoint are."""
+        return self.record, self.token, *(sorted(self.files) if self.token else ())
 
     def encoded(self) -> bytes:
         """Return the order as bytes, which `HostOrders.execute` decodes."""
-        return json.dumps({"record": self.record, "files": {**self.files}}).encode()
+        return json.dumps({**asdict(self), "files": {**self.files}}).encode()
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self:
+        """Decode an order.
+
+        Raises:
+            StorageError: It is invalid.
+        """
+        try:
+            found: Any = json.loads(body)
+            files = {str(name): int(size) for name, size in found["files"].items()}
+            rate = found["bytes_per_s"]
+            limit = None if rate is None else float(rate)
+            return cls(str(found["record"]), files, str(found["token"]), limit)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            msg = f"the order to copy files cannot be read: {error}"
+            raise StorageError(msg) from error
 
 
 class HostOrders:
-    """Executes the orders of rank 0 for the root of this host, in each tier on hosts."""
+    """Executes the orders of rank 0 for the roots of this host, and gives them on rank 0."""
 
     def __init__(self, store: Backend, workers: Workers) -> None:
         """Prepare, without I/O."""
-        self._pullers = {n: Puller(place, workers) for n, place in host_roots(store).items()}
+        self._places = host_roots(store)
+        self._workers = workers
+        self._tasks: dict[tuple[int, str], _HostTask] = {}
+        for number, place in self._places.items():
+            self._tasks[number, "pull"] = _HostTask(workers, partial(_pull, place))
+            if number + 1 < len(store.tiers):
+                push = partial(_push, place, store.tiers[number + 1])
+                self._tasks[number, "push"] = _HostTask(workers, push)
 
     def execute(self, number: int, kind: str, body: bytes) -> bytes:
-        """Begin to execute an order in tier `number`, as `Puller.pull` does.
+        """Begin to execute an order in tier `number`; return the progress as bytes.
+
+        Does nothing if it is being executed. If another order is, cancels that, and the next call
+        begins.
 
         Raises:
             StorageError: The order is invalid, or the last one of its kind has failed.
         """
-        if kind != "pull" or number not in self._pullers:
+        task = self._tasks.get((number, kind))
+        if task is None:
             msg = f"this host has no {kind!r} in tier {number}: give all ranks one configuration"
             raise StorageError(msg)
-        self._pullers[number].pull(_decoded(body))
-        return b""
+        return task.execute(Order.decoded(body))
+
+    def helper(self, number: int, bytes_per_s: float | None, stuck_s: float) -> HostPushes | None:
+        """Return what lets all hosts copy from tier `number`; None if that is one place.
+
+        Args:
+            number: The number of the tier.
+            bytes_per_s: Maximum bytes per second of all hosts; None sets no limit.
+            stuck_s: The longest wait for a host that makes no progress.
+        """
+        if (place := self._places.get(number)) is None:
+            return None
+        order = partial(self.execute, number)
+        return HostPushes(place, order, bytes_per_s, stuck_s, self._workers.timing)
 
     def close(self) -> None:
         """Cancel all copies, and wait for their ends."""
-        for puller in self._pullers.values():
-            puller.close()
+        for task in self._tasks.values():
+            task.close()
 
 
-class Puller:
-    """Copies files of other hosts to this host's root, one checkpoint at a time."""
+class _HostTask:
+    """Executes one order at a time, on a thread."""
 
-    def __init__(self, place: HostRoots, workers: Workers) -> None:
-        self._place = place
-        self._workers = workers
+    def __init__(self, workers: Workers, copy: Callable[[Order, _HostTask], None]) -> None:
+        self.workers = workers
+        self._copy = copy
+        self._asked = Deadline(_SILENT_S, workers.timing.clock)
         self._lock = threading.Lock()  # guards everything below
         self._order: Order | None = None
         self._mover: BlobMover | None = None
         self._thread: threading.Thread | None = None
-        self._error = ""
+        self._pushed: tuple[str, ...] = ()  # the key of the last push
+        self._sealed: list[str] = []
+        self._moved_bytes = 0
+        self._failure: tuple[tuple[str, ...], str] = (), ""  # the order's key, and the error
         self._closed = False
 
-    def pull(self, order: Order) -> None:
-        """Begin to copy the files of `order`; do nothing if a copy is under way.
-
-        A copy of another checkpoint is cancelled, and the next call begins.
-
-        Raises:
-            StorageError: The last copy has failed; the next call tries again.
-        """
+    def execute(self, order: Order) -> bytes:
+        key = order.key
         with self._lock:
-            error, self._error = self._error, ""
-            if error:
+            self._asked = Deadline(_SILENT_S, self.workers.timing.clock)
+            (failed, error), self._failure = self._failure, ((), "")
+            if failed == key:
                 raise StorageError(error)
             if self._closed:
-                return
-            if self._order is None:
+                msg = "the run was closed on this host"
+                raise StorageError(msg)
+            if self._order is None and order.files and key != self._pushed:
                 self._order = order
-                self._thread = self._workers.spawn("pull", self._run)
-            elif self._order.record != order.record and self._mover is not None:
+                # Pushed files exist under their names, so they are not pushed twice.
+                self._pushed = key if order.token else ()
+                self._sealed, self._moved_bytes = [], 0
+                self._thread = self.workers.spawn("host-copy", self._run)
+            is_other = self._order is not None and self._order.key != key
+            if is_other and self._mover is not None:
                 self._mover.cancel()
+            progress = _Progress() if is_other else _Progress(self._moved_bytes, (*self._sealed,))
+        if not order.files and self._thread is not None:
+            self._thread.join(self.workers.timing.interrupt_s)
+        return progress.encoded()
 
-    def close(self) -> None:
-        """Cancel the copy, and wait for its end."""
-        with self._lock:
-            self._closed = True
-            if self._mover is not None:
-                self._mover.cancel()
-        if self._thread is not None:
-            self._thread.join(self._workers.timing.interrupt_s)
+    def move(
+        self,
+        source: CopySource,
+        transfers: Iterable[BlobTransfer],
+        target: Backend,
+        *,
+        bytes_per_s: float | None,
+        sealed: Callable[[str], None] = lambda _: None,
+        owned: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Move blobs, and compare their checksums; return when they are durable.
 
-    def _run(self) -> None:
-        order = self._order
-        assert order is not None
-        error = ""
-        try:
-            self._copy(order)
-        except Exception as failure:  # noqa: BLE001 - a task's boundary: the next call reports it
-            error = said(failure)
-        with self._lock:
-            self._order = self._mover = None
-            self._error = "" if self._closed else error
-
-    def _copy(self, order: Order) -> None:
-        place, own = self._place, self._place.own
-        record = read_commit(place, order.record)
-        source = CopySource(place, record)
+        Raises:
+            DamagedError: A blob is damaged or missing.
+            SaveAbortedError: The order was cancelled, or rank 0 no longer asks for it.
+            StorageError: A store failed.
+        """
 
         def damaged(transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
             raise source.damage(transfer.blob.name, ranges)
@@ -140,39 +203,259 @@ class Puller:
         def missing(transfer: BlobTransfer, error: StorageError) -> None:
             raise source.missing(FormatError(str(error), [transfer.blob.name])) from error
 
-        sizes = sizes_below(own, (record.uid, *record.references))
-        own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
-        blobs = [
-            blob
-            for blob in source.read()
-            if blob.name in order.files and sizes.get(blob.name) != blob.length
-        ]
-        capabilities = own.capabilities
+        def moved(size_bytes: int) -> None:
+            self._moved_bytes += size_bytes
+
+        def done(name: str) -> None:
+            sealed(name)
+            with self._lock:
+                self._sealed.append(name)
+
+        def alive() -> None:
+            if self._asked.is_over():
+                msg = "rank 0 no longer asks for the copy"
+                raise SaveAbortedError(msg)
+
+        units = target.capabilities.offset_alignment, target.capabilities.memory_alignment
         mover = BlobMover(
-            workers=self._workers,
+            workers=self.workers,
             buffer_bytes=_BUFFER_BYTES,
-            unit_bytes=max(
-                PAGE_BYTES, capabilities.offset_alignment, capabilities.memory_alignment
-            ),
-            bytes_per_s=place.copy_bytes_per_s,
+            unit_bytes=max(PAGE_BYTES, *units),
+            bytes_per_s=bytes_per_s,
             calls=Callbacks(
-                moved=lambda _: None,
-                sealed=lambda name: own.rename(_landing(name), name),
-                damaged=damaged,
-                missing=missing,
-                alive=lambda: None,
+                moved=moved, sealed=done, damaged=damaged, missing=missing, alive=alive, owned=owned
             ),
         )
         with self._lock:
             if self._closed:
                 return
             self._mover = mover
-        landing = _Landing(own)
-        mover.run(BlobTransfer(blob, place, landing) for blob in blobs)
-        own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
-        for name, data in source.records():
-            if name in order.files:
-                own.publish(name, data)
+        mover.run(transfers)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._mover is not None:
+                self._mover.cancel()
+        if self._thread is not None:
+            self._thread.join(self.workers.timing.interrupt_s)
+
+    def _run(self) -> None:
+        order = self._order
+        assert order is not None
+        failure = ""
+        try:
+            self._copy(order, self)
+        except SaveAbortedError:
+            pass
+        except Exception as error:  # noqa: BLE001 - a task's boundary: the next call reports it
+            failure = said(error)
+        with self._lock:
+            self._order = self._mover = None
+            self._failure = order.key if failure else (), failure
+
+
+def _pull(place: HostRoots, order: Order, task: _HostTask) -> None:
+    """Copy files of other hosts to the root of this host."""
+    own = place.own
+    record = read_commit(place, order.record)
+    source = CopySource(place, record)
+    sizes = sizes_below(own, (record.uid, *record.references))
+    own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
+    blobs = [
+        blob
+        for blob in source.read()
+        if blob.name in order.files and sizes.get(blob.name) != blob.length
+    ]
+    landing = _Landing(own)
+    task.move(
+        source,
+        (BlobTransfer(blob, place, landing) for blob in blobs),
+        own,
+        bytes_per_s=place.copy_bytes_per_s,
+        sealed=lambda name: own.rename(_landing(name), name),
+    )
+    own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
+    for name, data in source.records():
+        if name in order.files:
+            own.publish(name, data)
+
+
+def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
+    """Copy blobs from the roots of hosts to the next tier, under the lease of rank 0's copy."""
+    record = read_commit(place, order.record)
+    source, target = CopySource(place, record), tier.backend
+
+    def owned() -> bool:
+        return Lease(target, record.uid, task.workers.timing).is_of(order.token)
+
+    if not owned():
+        msg = f"{target.url} is not the place that rank 0 copies to: is it mounted?"
+        raise StorageError(msg)
+    blobs = [blob for blob in source.read() if blob.name in order.files]
+    task.move(
+        source,
+        (BlobTransfer(blob, place, target) for blob in blobs),
+        target,
+        bytes_per_s=order.bytes_per_s,
+        owned=owned,
+    )
+
+
+class HostPushes:
+    """Lets each host copy its blobs to the next tier, for a copy of rank 0 (`BlobHelper`)."""
+
+    def __init__(
+        self,
+        place: HostRoots,
+        order: Callable[[str, bytes], bytes],
+        bytes_per_s: float | None,
+        stuck_s: float,
+        timing: Timing,
+    ) -> None:
+        self._place = place
+        self._order = order  # for the root of this host
+        self._bytes_per_s = bytes_per_s
+        self._stuck_s = stuck_s
+        self._timing = timing
+
+    def copy(
+        self,
+        record: CommitRecord,
+        blobs: Sequence[CheckedBlob],
+        token: str,
+        *,
+        sealed: Callable[[str], None],
+        moved: Callable[[int], None],
+        pause: Callable[[float], None],
+    ) -> set[str]:
+        """See `BlobHelper.copy`. If a host fails, others that have its blobs push them."""
+        done: set[str] = set()
+        failed: set[HostRoot] = set()
+        while left := [blob for blob in blobs if blob.name not in done]:
+            shares = self._shares(record, left, token, without=failed)
+            if not shares:
+                break
+            pause_s = _FIRST_LOOK_S
+            try:
+                while shares:
+                    for share in [*shares]:
+                        before = share.moved_bytes
+                        try:
+                            new = share.look()
+                        except StorageError as error:
+                            self._warn(record, share, error)
+                            failed.add(share.root)
+                            shares.remove(share)
+                            continue
+                        for name in new:
+                            sealed(name)
+                        done |= new
+                        moved(share.moved_bytes - before)
+                        if share.order.files.keys() <= done:
+                            shares.remove(share)
+                    if shares:
+                        pause(pause_s)
+                        pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
+            finally:
+                for share in shares:
+                    share.end()
+        return done
+
+    def _warn(self, record: CommitRecord, share: _Share, error: StorageError) -> None:
+        log.warning(
+            "step %d: host %s cannot copy its files to the next tier, so others do: %s",
+            record.step,
+            share.root.host,
+            str(error),
+        )
+
+    def _shares(
+        self,
+        record: CommitRecord,
+        blobs: Sequence[CheckedBlob],
+        token: str,
+        *,
+        without: Collection[HostRoot],
+    ) -> list[_Share]:
+        """Divide blobs among the hosts that have them; return nothing if there is one host."""
+        held: dict[HostRoot, dict[str, int]] = {}
+        roots = self._place.roots if len(self._place.roots) > 1 else ()
+        for root in (root for root in roots if root not in without):
+            with suppress(StorageError):  # rank 0 reads what it can
+                held[root] = sizes_below(root.backend, (record.uid, *record.references))
+        files: dict[HostRoot, dict[str, int]] = defaultdict(dict)
+        for blob in sorted(blobs, key=lambda blob: -blob.length):
+            if holders := [root for root in held if held[root].get(blob.name) == blob.length]:
+                least = min(holders, key=lambda root: sum(files[root].values()))
+                files[least][blob.name] = blob.length
+        used = [root for root in files if files[root]]
+        rate = None if self._bytes_per_s is None else self._bytes_per_s / max(len(used), 1)
+        name = commit_name(record.step, record.generation)
+        return [
+            _Share(
+                root,
+                root.ask or self._order,
+                Order(name, files[root], token, rate),
+                Watchdog(self._stuck_s, self._timing.clock),
+            )
+            for root in used
+        ]
+
+
+@dataclass(eq=False, slots=True)
+class _Share:
+    """The blobs that one host pushes, and its progress."""
+
+    root: HostRoot
+    ask: Callable[[str, bytes], bytes]
+    order: Order
+    watchdog: Watchdog
+    moved_bytes: int = 0
+    done: set[str] = field(default_factory=set)
+
+    def look(self) -> set[str]:
+        """Ask for progress; return the names of blobs that are durable since the last look.
+
+        Raises:
+            StorageError: The host has failed, does not answer, or makes no progress.
+        """
+        progress = _Progress.decoded(self.ask("push", self.order.encoded()))
+        new = self.order.files.keys() & {*progress.sealed} - self.done
+        self.done |= new
+        if progress.moved_bytes > self.moved_bytes or new:
+            self.moved_bytes = max(self.moved_bytes, progress.moved_bytes)
+            self.watchdog.moved()
+        elif self.watchdog.is_over():
+            self.end()
+            msg = f"it made no progress for {self.watchdog.limit_s:g} s"
+            raise StorageError(msg)
+        return new
+
+    def end(self) -> None:
+        """End the push; a host that does not answer ends it by itself."""
+        with suppress(StorageError):
+            self.ask("push", Order(self.order.record, {}).encoded())
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """The progress of an order: the bytes moved, and the names of the durable blobs."""
+
+    moved_bytes: int = 0
+    sealed: tuple[str, ...] = ()
+
+    def encoded(self) -> bytes:
+        return json.dumps([self.moved_bytes, self.sealed]).encode()
+
+    @classmethod
+    def decoded(cls, body: bytes) -> Self:
+        try:
+            found: Any = json.loads(body)
+            return cls(int(found[0]), tuple(str(name) for name in found[1]))
+        except (ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
+            msg = f"the answer to an order cannot be read: {error}"
+            raise StorageError(msg) from error
 
 
 class _Landing(DelegatingBackend):
@@ -185,13 +468,3 @@ class _Landing(DelegatingBackend):
 def _landing(name: str) -> str:
     folder, leaf = name.rsplit("/", 1)
     return f"{folder.rsplit('/', 1)[0]}{_LANDING}{leaf}"
-
-
-def _decoded(body: bytes) -> Order:
-    try:
-        found: Any = json.loads(body)
-        files = {str(name): int(size) for name, size in found["files"].items()}
-        return Order(str(found["record"]), files)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        msg = f"the request to copy files cannot be read: {error}"
-        raise StorageError(msg) from error

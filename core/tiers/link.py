@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend, Tier
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.copy.checkpoint_copy import BlobHelper
     from penstock.core.format.records import CommitRecord
     from penstock.core.tiers.drains import Drains
     from penstock.core.tiers.process import ProcessSetup
@@ -119,6 +120,7 @@ class DrainLink:
         grace_s: float,
         stuck_s: float = 600.0,
         process: ProcessSetup | None = None,
+        helper: BlobHelper | None = None,
     ) -> None:
         self._number = number
         self._source = tiers[number]
@@ -128,7 +130,12 @@ class DrainLink:
         self._timing = workers.timing
         self._watchdog = Watchdog(stuck_s, self._timing.clock)
         self._copier = TierCopier(
-            self._source, self._target, workers=workers, grace_s=grace_s, process=process
+            self._source,
+            self._target,
+            workers=workers,
+            grace_s=grace_s,
+            process=process,
+            helper=helper,
         )
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[CommitRecord] = deque()
@@ -484,12 +491,14 @@ class TierCopier:
         workers: Workers,
         grace_s: float,
         process: ProcessSetup | None,
+        helper: BlobHelper | None,
     ) -> None:
         self._source = source
         self._target = target
         self._workers = workers
         self._grace_s = grace_s
         self._process = process  # None: threads copy
+        self._helper = helper
         self._unsuitable = 0  # copies in a row that no process could make
         self._failed = ("", 0)  # the last uid that failed in the process, and how often
         self._lock = threading.Lock()  # guards `_in_flight`
@@ -541,7 +550,9 @@ class TierCopier:
                 self._unsuitable = 0
                 return
         source, target = self._source.backend, self._target.backend
-        copy = CheckpointCopy(source, target, record, workers=self._workers, **options)
+        copy = CheckpointCopy(
+            source, target, record, workers=self._workers, helper=self._helper, **options
+        )
         self._run(record, copy, may_begin, on_progress)
 
     def cancel(self, uids: Collection[str] | None = None) -> None:

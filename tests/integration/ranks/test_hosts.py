@@ -66,23 +66,27 @@ class Hosts:
 
         return bring_back
 
+    def store(self, host):
+        """The backend of the rank on a host."""
+        options = {k: v(host) if callable(v) else v for k, v in self._options.items()}
+        fast = {"type": "hosts", "path": str(self.root(host)), "experimental": True, **options}
+        if host in self._faulty:
+            return self.roots(host, self._faulty[host])
+        if self._durable is None:
+            return fast
+        return {"type": "tiered", "fast": fast, "durable": self._durable}
+
+    def roots(self, host, root):
+        """The roots of all hosts, as the rank on `host` with this root opens them."""
+        options = {k: v(host) if callable(v) else v for k, v in self._options.items()}
+        store = HostsBackend(HostsConfig(path="", experimental=True, **options), root=root)
+        self._opened.append(store)
+        return store
+
     def job(self, hosts, **options):
         """A job with one rank on each of these hosts, such as `ab`."""
-
-        def store(rank):
-            root = str(self.root(hosts[rank]))
-            options = {k: v(hosts[rank]) if callable(v) else v for k, v in self._options.items()}
-            fast = {"type": "hosts", "path": root, "experimental": True, **options}
-            if hosts[rank] in self._faulty:
-                config = HostsConfig(path="", experimental=True, **options)
-                store = HostsBackend(config, root=self._faulty[hosts[rank]])
-                self._opened.append(store)
-                return store
-            if self._durable is None:
-                return fast
-            return {"type": "tiered", "fast": fast, "durable": self._durable}
-
-        return Job(len(hosts), store, host=lambda rank: hosts[rank], **options)
+        host = hosts.__getitem__
+        return Job(len(hosts), lambda rank: self.store(host(rank)), host=host, **options)
 
     def run(self, hosts, work, **options):
         """Return the results of `work(ckpt, rank, count)`, which must not raise."""
