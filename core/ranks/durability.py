@@ -1,7 +1,8 @@
-"""Reports to all ranks whether their checkpoint's copies to slower tiers succeeded.
+"""Reports to all ranks whether the copies of their checkpoint succeeded.
 
-Only rank 0 copies. It posts the outcome of each copy, and heartbeats while others wait for a copy.
-If rank 0 is silent for the timeout, the others count it as dead and stop waiting.
+These are copies to slower tiers, or to other hosts. Rank 0 posts the outcome of each, and
+heartbeats while others wait for a copy. If rank 0 is silent for the timeout, the others count it as
+dead and stop waiting.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from penstock.core.errors import CoordinationError, FormatError, NotDrainedError
 from penstock.core.rounds.posts import (
     DrainedPost,
     DrainsPost,
+    copied_key,
+    copies_key,
     decode,
-    drained_key,
-    drains_key,
     encode,
 )
 from penstock.core.rounds.standstill import BEATS, LOOKS, MOST_COUNTED, CountedLooks, Standstill
@@ -35,39 +36,41 @@ _GROWTH = 1.5
 class ToldDrains:
     """Posts rank 0's reports on its copies. Thread-safe."""
 
-    def __init__(self, coordination: Coordination, timeout_s: float) -> None:
+    def __init__(self, coordination: Coordination, timeout_s: float, kind: str) -> None:
         """Prepare; nothing is posted before `begin`.
 
         Args:
             coordination: The store where the ranks agree.
             timeout_s: The others count this rank as dead after this long without a post.
+            kind: The kind of the copies, as for `FollowedDrains`.
         """
         self._coordination = coordination
+        self._kind = kind
         self._timeout_s = timeout_s
         self._changed = threading.Condition()  # guards all below
-        self._open: dict[int, Callable[[], str]] = {}
-        self._outbox: dict[int, bytes] = {}
+        self._open: dict[int | str, Callable[[], str]] = {}
+        self._outbox: dict[int | str, bytes] = {}
         self._running = False
         self._closed = False
         self._told = False
         self._moves = 0
 
-    def begin(self, number: int, failing: Callable[[], str]) -> None:
+    def begin(self, name: int | str, failing: Callable[[], str]) -> None:
         """Start heartbeats for the ranks that wait for a copy.
 
         Args:
-            number: The number of the round of the save.
+            name: The number of the round of the save, or its uid.
             failing: Returns why waiting is useless; empty: the copies make progress.
         """
         with self._changed:
-            self._open[number] = failing
+            self._open[name] = failing
             self._run_on()
 
-    def end(self, number: int, post: DrainedPost) -> None:
+    def end(self, name: int | str, post: DrainedPost) -> None:
         """Report how the copies of a checkpoint ended. Returns at once."""
         with self._changed:
-            self._open.pop(number, None)
-            self._outbox[number] = encode(post)
+            self._open.pop(name, None)
+            self._outbox[name] = encode(post)
             self._run_on()
 
     def close(self) -> None:
@@ -102,17 +105,19 @@ class ToldDrains:
                 if sent:
                     heard_s = now_s
                 if sent or now_s - heard_s >= self._timeout_s:  # the others have given up, too
-                    for number in posts:
-                        del self._outbox[number]
+                    for name in posts:
+                        del self._outbox[name]
                     self._changed.notify_all()
                 self._changed.wait_for(lambda: self._told, self._timeout_s / BEATS)
 
-    def _send(self, posts: dict[int, bytes], failing: str) -> bool:
+    def _send(self, posts: dict[int | str, bytes], failing: str) -> bool:
         self._moves += 1
         try:
-            for number, data in posts.items():
-                self._coordination.post(drained_key(number), data)
-            self._coordination.post(drains_key(), encode(DrainsPost(self._moves, failing)))
+            for name, data in posts.items():
+                self._coordination.post(copied_key(self._kind, name), data)
+            self._coordination.post(
+                copies_key(self._kind), encode(DrainsPost(self._moves, failing))
+            )
         except CoordinationError:
             return False
         return True
@@ -121,20 +126,24 @@ class ToldDrains:
 class FollowedDrains:
     """Learns, on a rank other than 0, how rank 0's copies end. Thread-safe."""
 
-    def __init__(self, coordination: Coordination, timeout_s: float, timing: Timing) -> None:
+    def __init__(
+        self, coordination: Coordination, timeout_s: float, timing: Timing, kind: str
+    ) -> None:
         """Prepare; nothing is read before `follow`.
 
         Args:
             coordination: The store where the ranks agree.
             timeout_s: Rank 0 counts as dead once it is silent for this long.
             timing: How often to poll, and the clock that measures the silence.
+            kind: The kind of the copies: `drains` or `replicas`.
         """
         self._coordination = coordination
+        self._kind = kind
         self._timeout_s = timeout_s
         self._timing = timing
         self._changed = threading.Condition()  # guards all below
-        self._unknown: set[int] = set()  # the rounds whose outcome is unknown
-        self._threads: dict[int, threading.Thread] = {}
+        self._unknown: set[int | str] = set()  # the copies whose outcome is unknown
+        self._threads: dict[int | str, threading.Thread] = {}
         self._closed = False
         self._failing = ""
 
@@ -143,21 +152,21 @@ class FollowedDrains:
         """Why waiting is useless, as rank 0 last reported; empty: its copies make progress."""
         return self._failing
 
-    def follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
+    def follow(self, name: int | str, on_end: Callable[[DrainedPost], None]) -> None:
         """Call `on_end` once, on a separate thread, when the copies of a checkpoint end.
 
         Calls it with a failure on `close`, or if rank 0 is silent for the timeout.
 
         Args:
-            number: The number of the round of the save.
+            name: The number of the round of the save, or its uid.
             on_end: Gets the outcome; may do anything, even wait for the next outcome.
         """
         with self._changed:
             if not self._unknown:
                 self._failing = ""
-            self._unknown.add(number)
+            self._unknown.add(name)
             self._threads = {n: t for n, t in self._threads.items() if t.is_alive()}
-            self._threads[number] = spawn("drained", partial(self._follow, number, on_end))
+            self._threads[name] = spawn("drained", partial(self._follow, name, on_end))
 
     def settle(self) -> None:
         """Wait until the outcome of all copies is known, or until rank 0's copies are failing."""
@@ -174,21 +183,23 @@ class FollowedDrains:
             self._closed = True
             self._changed.notify_all()
 
-    def _follow(self, number: int, on_end: Callable[[DrainedPost], None]) -> None:
-        post = self._end(number)
+    def _follow(self, name: int | str, on_end: Callable[[DrainedPost], None]) -> None:
+        post = self._end(name)
         with self._changed:
-            self._unknown.discard(number)
+            self._unknown.discard(name)
             self._changed.notify_all()
         on_end(post)
 
-    def _end(self, number: int) -> DrainedPost:
+    def _end(self, name: int | str) -> DrainedPost:
         looks = CountedLooks(self._timeout_s * MOST_COUNTED)
         still = Standstill(looks, [0], self._timeout_s)
         beat: bytes | None = None
         pause_s = self._timing.rank_look_first_s
         while True:
             try:
-                found, end = self._coordination.read([drains_key(), drained_key(number)])
+                found, end = self._coordination.read(
+                    [copies_key(self._kind), copied_key(self._kind, name)]
+                )
             except CoordinationError:
                 found, end = beat, None
             looks.look(self._timing.clock.monotonic_s())

@@ -228,9 +228,9 @@ class RankGroup:
         """The ranks that are dead or have failed; no rank waits for them."""
         self.shared: set[str] = set()
         """The URLs of the places that this rank is known to share with rank 0."""
-        self.told_drains = ToldDrains(coordination, timeout_s)
+        self.told_drains = ToldDrains(coordination, timeout_s, "drains")
         """On rank 0: its reports on its copies to slower tiers."""
-        self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing)
+        self.followed_drains = FollowedDrains(coordination, timeout_s, self.timing, "drains")
         """On the other ranks: follows rank 0's copies."""
         self._parting = Parting(coordination, self.place)
         self._next = 0

@@ -126,7 +126,7 @@ class ResultPost:
 
 @dataclass(frozen=True, slots=True)
 class DrainsPost:
-    """Rank 0's report on its copies to slower tiers, repeated while others wait for a copy.
+    """Rank 0's report on copies of checkpoints, repeated while others wait for a copy.
 
     Attributes:
         moves: Counts the posts, so that each differs from the previous post.
@@ -139,11 +139,11 @@ class DrainsPost:
 
 @dataclass(frozen=True, slots=True)
 class DrainedPost:
-    """How the copies of one checkpoint to slower tiers ended on rank 0.
+    """How the copies of one checkpoint ended.
 
     Attributes:
         tiers: The names of the tiers that have the checkpoint.
-        kind: The name of the error's class; empty if the checkpoint is durable.
+        kind: The name of the error's class; empty if the copies are whole.
         error: The text of the error.
     """
 
@@ -189,14 +189,19 @@ def result_key(number: int) -> str:
     return f"rounds/{number}/result"
 
 
-def drains_key() -> str:
-    """Return the key of rank 0's report on its copies to slower tiers."""
-    return "drains"
+def copies_key(kind: str) -> str:
+    """Return the key of rank 0's report on its copies of a kind, such as `drains`."""
+    return kind
 
 
-def drained_key(number: int) -> str:
-    """Return the key of rank 0's report on how the copies of a round's checkpoint ended."""
-    return f"rounds/{number}/drained"
+def copied_key(kind: str, name: int | str) -> str:
+    """Return the key of rank 0's report on how the copies of one checkpoint ended.
+
+    Args:
+        kind: The kind of the copies.
+        name: The number of the checkpoint's round, or its uid.
+    """
+    return f"{kind}/{name}"
 
 
 def due_key(number: int, post: int) -> str:

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING
 
 from penstock.core.abc import host_roots
 from penstock.core.catalog.survey import borrowed_blobs, read_commit, sizes_below
-from penstock.core.concurrency.watchdog import Deadline, Watchdog
+from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
     BlobNotFoundError,
-    CoordinationError,
     PenstockError,
 )
 from penstock.core.foreign import said
 from penstock.core.format.records import commit_name, data_prefix, parse_commit_name
+from penstock.core.ranks.durability import FollowedDrains, ToldDrains
 from penstock.core.replicas.holdings import Epoch, Holdings, RootListing
 from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
+from penstock.core.rounds.posts import DrainedPost
 from penstock.core.tiers.host_orders import Order
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _LANDING = "/pulled/"
 _BUFFER_BYTES = 32 << 20
 _FAILURES = 5  # without progress, after which `settle` waits no longer
 _FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
-_REPLICATED, _NOT_REPLICATED = b"1", b"0"
+_KIND = "replicas"  # for `ToldDrains`
 
 
 class HostCopies:
@@ -71,13 +72,13 @@ class HostCopies:
         self._ranks = ranks
         self._workers = workers
         self._lead: _Lead | None = None
-        self._follow: _Follow | None = None
+        self._follow: FollowedDrains | None = None
 
     def begin(self) -> None:
         """Start to copy, after the roots of all hosts are joined."""
         group = self._ranks.of_restore() if self._places else None
         if group is not None and group.place.rank:
-            self._follow = _Follow(group, self._workers)
+            self._follow = FollowedDrains(group.coordination, group.timeout_s, group.timing, _KIND)
         elif group is not None:
             number = min(self._places)
             order = partial(self._orders.execute, number)
@@ -93,7 +94,7 @@ class HostCopies:
         if self._lead is not None:
             self._lead.committed(report, on_end)
         elif self._follow is not None:
-            self._follow.add(report.uid, on_end)
+            self._follow.follow(report.uid, lambda post: on_end(not post.kind))
         else:
             on_end(False)  # noqa: FBT003 - the result of a future
 
@@ -133,7 +134,7 @@ class _Lead:
     ) -> None:
         self._place = place
         self._catalog = catalog
-        self._group = group
+        self._told = ToldDrains(group.coordination, group.timeout_s, _KIND)
         self._workers = workers
         self._order = order  # executes an order on this host
         self._watchdog = Watchdog(group.timeout_s, workers.timing.clock)
@@ -145,6 +146,7 @@ class _Lead:
         self._ends: list[threading.Thread] = []
         self._held_bytes = -1
         self._failures = 0  # since the last progress
+        self._error = ""  # of the last failure
         self._warned: set[str] = set()
 
     def begin(self) -> None:
@@ -162,6 +164,7 @@ class _Lead:
         with self._changed:
             if not self._closed:
                 self._waiting[key] = report.uid, on_end
+                self._told.begin(report.uid, self._failing)
                 if keys is not None:  # without those that were rewound or deleted
                     self._replication.keep_only([*keys, key])
                 self._replication.committed(key)
@@ -183,7 +186,7 @@ class _Lead:
 
     def settle(self) -> None:
         with self._changed:
-            while self._waiting and self._failures < _FAILURES and not self._watchdog.is_over():
+            while self._waiting and not self._failing():
                 self._changed.wait(_MOST_LOOK_S)
 
     def close(self) -> None:
@@ -197,6 +200,13 @@ class _Lead:
         for thread in self._ends:  # they delete what was replaced
             if thread is not threading.current_thread():
                 thread.join()
+        self._told.close()
+
+    def _failing(self) -> str:
+        """Return why waiting is useless; empty: the copies make progress."""
+        if self._failures >= _FAILURES:
+            return self._error
+        return "the copies make no progress" if self._watchdog.is_over() else ""
 
     def _keys(self) -> list[CheckpointKey] | None:
         """Return the checkpoints of the run; None if a host does not answer."""
@@ -232,8 +242,8 @@ class _Lead:
                 continue
             except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
                 is_safe = False
-                self._failures += 1
-                self._warn(key, said(error))
+                self._failures, self._error = self._failures + 1, said(error)
+                self._warn(key, self._error)
             pause_s = _FIRST_LOOK_S if self._held_bytes != held else pause_s * _GROWTH
             with self._changed:
                 if is_safe:
@@ -294,7 +304,7 @@ class _Lead:
             if key in self._waiting:
                 uid, on_end = self._waiting.pop(key)
                 done = key == replicated and len(self._place.roots) > 1
-                self._group.post(_key(uid), _REPLICATED if done else _NOT_REPLICATED)
+                self._told.end(uid, DrainedPost(kind="" if done else "left out"))
                 self._ends = [thread for thread in self._ends if thread.is_alive()]
                 self._ends.append(self._workers.spawn("replicated", partial(on_end, done)))
         self._changed.notify_all()
@@ -310,59 +320,6 @@ class _Lead:
             )
 
 
-class _Follow:
-    """Learns on the other ranks which checkpoints are replicated."""
-
-    def __init__(self, group: RankGroup, workers: Workers) -> None:
-        self._group = group
-        self._workers = workers
-        self._changed = threading.Condition()  # guards everything below
-        self._waiting: dict[str, Callable[[bool], None]] = {}
-        self._running = self._closed = False
-
-    def add(self, uid: str, on_end: Callable[[bool], None]) -> None:
-        with self._changed:
-            self._waiting[uid] = on_end
-            if not self._running:
-                self._running = True
-                self._workers.spawn("replicated", self._run)
-
-    def settle(self) -> None:
-        """Wait until rank 0 has reported all outcomes, at most for the timeout of ranks."""
-        deadline = Deadline(self._group.timeout_s)
-        with self._changed:
-            while self._waiting and not deadline.is_over():
-                self._changed.wait(_MOST_LOOK_S)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        pause_s = _FIRST_LOOK_S
-        while True:
-            with self._changed:
-                uids, closed = [*self._waiting], self._closed
-                if not uids:
-                    self._running = False
-                    return
-            try:
-                found = self._group.coordination.read([_key(uid) for uid in uids])
-            except CoordinationError:
-                found = [None] * len(uids)
-            for uid, value in zip(uids, found, strict=True):
-                if value is not None or closed:
-                    with self._changed:
-                        on_end = self._waiting.pop(uid)
-                        self._changed.notify_all()
-                    on_end(value == _REPLICATED)
-                    pause_s = _FIRST_LOOK_S
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, pause_s)
-            pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
-
-
 def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
     """Return the files of a checkpoint and the blobs that it borrows, with their sizes."""
     prefix = data_prefix(record.uid)
@@ -372,7 +329,3 @@ def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
     files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
     name = commit_name(record.step, record.generation)
     return {**files, name: place.stat(name).size_bytes}
-
-
-def _key(uid: str) -> str:
-    return f"replicated/{uid}"

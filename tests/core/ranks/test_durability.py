@@ -16,8 +16,8 @@ PATIENCE_S = 60.0
 def ranks(*, timeout_s=PATIENCE_S):
     """The reports of rank 0, and what another rank learns."""
     board = MemoryBoard()
-    posted = ToldDrains(MemoryCoordination(board), timeout_s)
-    followed = FollowedDrains(MemoryCoordination(board), timeout_s, Timing())
+    posted = ToldDrains(MemoryCoordination(board), timeout_s, "drains")
+    followed = FollowedDrains(MemoryCoordination(board), timeout_s, Timing(), "drains")
     try:
         yield posted, followed
     finally:
