@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -350,13 +351,15 @@ class HostsBackend(HostRoots):
             # The time in ms orders jobs that have no host in common.
             epoch = max(int(1000 * time.time()), self._newest + 1)
             hosts = tuple(root.host for root in self._roots)
+            newest = max(self._roots, key=lambda root: root.epoch)
+            run = newest.run or secrets.token_hex(16)
             there = {root: self._records_of(root) for root in self._roots}
             for root in self._roots:
                 self._give(root, records, there[root])
             for root in self._roots:
-                record = HostRecord(root.host, epoch, hosts)
+                record = HostRecord(root.host, epoch, hosts, run)
                 root.backend.publish(HOST_NAME, encode_host(record))
-            self._roots = tuple(root._replace(epoch=epoch) for root in self._roots)
+            self._roots = tuple(root._replace(epoch=epoch, run=run) for root in self._roots)
             self._known = {}
             self._newest = epoch
             self._may_begin = False

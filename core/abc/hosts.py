@@ -38,6 +38,7 @@ class HostRoot(NamedTuple):
         domain: Hosts with equal domains may fail together.
         ask: Sends an order of a kind to that host, and returns its answer; None for the root of
             this host.
+        run: The run that has saved there (see `HostRecord`); empty if none has.
     """
 
     host: str
@@ -45,6 +46,7 @@ class HostRoot(NamedTuple):
     backend: Backend
     domain: str = ""
     ask: Callable[[str, bytes], bytes] | None = None
+    run: str = ""
 
 
 class HostRoots(DelegatingBackend, ABC):
@@ -145,11 +147,13 @@ class HostRecord:
         epoch: A number that is higher for a newer job: above the earlier epochs of all hosts of
             that job.
         hosts: The names of all hosts of that job.
+        run: A random name that all jobs of one run hand on.
     """
 
     host: str
     epoch: int
     hosts: tuple[str, ...]
+    run: str
 
 
 def encode_host(record: HostRecord, /) -> bytes:
@@ -159,6 +163,7 @@ def encode_host(record: HostRecord, /) -> bytes:
         "host": record.host,
         "epoch": record.epoch,
         "hosts": list(record.hosts),
+        "run": record.run,
     }
     return json.dumps(body, indent=1).encode() + b"\n"
 
@@ -176,7 +181,7 @@ def read_host(root: Backend, /) -> HostRecord | None:
         return None
     try:
         body = json.loads(data)
-        epoch, names = body["epoch"], (body["host"], *body["hosts"])
+        epoch, names = body["epoch"], (body["host"], body["run"], *body["hosts"])
         valid = body["penstock"] == _VERSION and type(epoch) is int and 0 <= epoch <= _MAX_EPOCH
         if not valid or any(type(name) is not str for name in names):
             msg = "it has another version, or a field of another type"
@@ -184,4 +189,4 @@ def read_host(root: Backend, /) -> HostRecord | None:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         msg = f"{HOST_NAME} on {root.url} cannot be read: {error}"
         raise FormatError(msg, [HOST_NAME]) from error
-    return HostRecord(names[0], epoch, names[1:])
+    return HostRecord(names[0], epoch, names[2:], names[1])

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.abc import HostRoot, host_roots, read_host
+from penstock.core.abc import HostRecord, HostRoot, host_roots, read_host, read_root
 from penstock.core.concurrency.watchdog import Deadline
 from penstock.core.errors import (
     ConfigError,
@@ -53,6 +53,8 @@ class _Posted(NamedTuple):
     epoch: int
     domain: str
     copies: int
+    run: str  # as in `HostRecord`
+    tiers: str  # the run of its root record as a tier, if it has one
     address: str
     port: int
 
@@ -106,7 +108,9 @@ class RootsOfJob:
             return False  # the ranks cannot find each other yet
         else:
             for place in self._places.values():
-                place.join(HostRoot("", _epoch(place.own), place.own), (), leads=True)
+                record = _record(place.own)
+                own = HostRoot("", record.epoch, place.own, run=record.run)
+                place.join(own, (), leads=True)
         self._joined = True
         return True
 
@@ -152,6 +156,7 @@ class RootsOfJob:
             serving = self._serving(group)
             others = self._read(group, {r for ranks in serving.values() for r in ranks})
             _check_copies(posted, rank, others)
+            _check_run(others)
         except BaseException:
             for server in servers.values():
                 server.close()
@@ -177,8 +182,11 @@ class RootsOfJob:
                         timing=group.timing,
                     )
                     domain = there.domain or there.host
-                    peers.append(HostRoot(there.host, there.epoch, remote, domain, remote.order))
-            own = HostRoot(mine.host, mine.epoch, place.own, mine.domain or mine.host)
+                    peers.append(
+                        HostRoot(there.host, there.epoch, remote, domain, remote.order, there.run)
+                    )
+            domain = mine.domain or mine.host
+            own = HostRoot(mine.host, mine.epoch, place.own, domain, run=mine.run)
             place.join(own, peers, leads=not rank)
         self._group = group
 
@@ -207,7 +215,13 @@ class RootsOfJob:
         servers[number] = server
         identity = _identity(host_identity(place.host, place.rank), own.url)
         domain, copies = self._places[number].domain, self._places[number].copies
-        return _Posted(identity, place.host, _epoch(own), domain, copies, *server.address)
+        record, tier = _record(own), None
+        with suppress(FormatError):  # tiers replace a damaged record
+            tier = read_root(own)
+        tiers = "" if tier is None else tier.run
+        return _Posted(
+            identity, place.host, record.epoch, domain, copies, record.run, tiers, *server.address
+        )
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
         """Return the ranks that serve roots, by the tier's number: the first rank of each root.
@@ -277,6 +291,21 @@ def _check_copies(
                 raise ConfigError(msg)
 
 
+def _check_run(roots: Mapping[int, Mapping[int, _Posted]]) -> None:
+    """Raise if hosts have roots of different runs: the newest one would replace the others."""
+    first: dict[int, _Posted] = {}
+    for number, there in (item for posted in roots.values() for item in posted.items()):
+        known = first.setdefault(number, there) if there.epoch else there
+        same_tiers = known.tiers and known.tiers == there.tiers
+        if known.run != there.run and not same_tiers:
+            msg = (
+                f"the roots of the hosts {known.host} and {there.host} belong to different runs. "
+                "Nothing was changed. Give each run its own path, or move the root that another "
+                "run has left away"
+            )
+            raise ConfigError(msg)
+
+
 def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:
     data = json.loads(value)
     if "error" in data:
@@ -286,8 +315,8 @@ def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:
     return {int(number): _Posted(*fields) for number, fields in data.items()}
 
 
-def _epoch(root: Backend) -> int:
-    """Return the epoch of a root; 0 if it has none.
+def _record(root: Backend) -> HostRecord:
+    """Return the record of a root; one with the epoch 0 if it has none.
 
     Raises:
         FormatError: The record is damaged, so whether the root's records count is unknown.
@@ -300,7 +329,7 @@ def _epoch(root: Backend) -> int:
             "nothing was changed. To continue without this host's checkpoints, move its root away"
         )
         raise FormatError(msg, error.damaged) from error
-    return 0 if record is None else record.epoch
+    return record or HostRecord("", 0, (), "")
 
 
 def _identity(host: str, url: str) -> str:

@@ -260,10 +260,21 @@ def test_blobs_of_an_old_root_count(hosts):
     assert hosts.restore("ab", 1) == 1
 
 
-def test_jobs_without_a_common_host_are_ordered_by_time(hosts):
+def test_roots_of_different_runs_are_refused(hosts):
     hosts.save("a", 7)
-    hosts.save("b", 1)
-    assert hosts.restore("ab") == 1
+    hosts.save("bc", 1)
+    with pytest.raises(ConfigError, match="hosts a and b belong to different runs"):
+        hosts.save("abc", 8)
+    assert hosts.restore("a") == 7
+    assert hosts.restore("cb") == 1
+
+
+def test_jobs_without_a_common_host_are_ordered_by_time(tmp_path):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("a", 1, 7)
+    tiers.run("b", rewind_to(1))
+    tiers.save("b", 2)
+    assert tiers.restore("ab") == 2
 
 
 def test_delete_reaches_all_hosts(hosts):
