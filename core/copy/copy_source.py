@@ -27,7 +27,7 @@ from penstock.core.suggest import listed
 from penstock.core.types import ByteRange, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.errors import PenstockError
@@ -57,8 +57,11 @@ class CopySource:
         """The parts of the checkpoint."""
         return self._manifest.parts
 
-    def read(self) -> list[CheckedBlob]:
+    def read(self, only: Collection[str] | None = None) -> list[CheckedBlob]:
         """Read and verify parts and index, compare the sizes of the blobs, and return the blobs.
+
+        Args:
+            only: The blobs to return; None: all blobs. Other parts than theirs are not verified.
 
         Raises:
             DamagedError: A record or a size differs from what was written; names the file.
@@ -69,6 +72,8 @@ class CopySource:
         for part, entry in enumerate(self._manifest.parts):
             manifest.check_size(entry.name, entry.length)
             head = manifest.head(part)
+            if only is not None and not any(blob.name in only for blob in head.blobs):
+                continue
             manifest.shards(part)
             for blob in head.blobs:
                 drafts.setdefault(blob.name, _BlobRanges(blob)).agree(blob)
@@ -78,7 +83,7 @@ class CopySource:
         manifest.check_borrowed()
         for draft in drafts.values():
             manifest.check_size(draft.blob.name, draft.blob.length)
-        return [draft.checked() for draft in drafts.values()]
+        return [d.checked() for name, d in drafts.items() if only is None or name in only]
 
     def check_cover(self) -> None:
         """Read the parts again, and check that together they have all elements of each object.
@@ -89,14 +94,19 @@ class CopySource:
         """
         check_cover(self._manifest)
 
-    def records(self) -> Iterator[tuple[str, bytes]]:
+    def records(self, only: Collection[str] | None = None) -> Iterator[tuple[str, bytes]]:
         """Yield the name and bytes of each part, then of the index, one at a time.
+
+        Args:
+            only: The names of the records to yield; None: all.
 
         Raises:
             DamagedError: A record differs from the one that `read` verified.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
         for part, entry in enumerate(self._manifest.parts):
+            if only is not None and entry.name not in only:
+                continue
             head = self._manifest.head(part)
             bound = [(i.offset, i.length, i.sha256) for i in (head.shards, *head.sections)]
             yield (
@@ -104,7 +114,8 @@ class CopySource:
                 self._whole(entry, [(0, entry.head_length, entry.head_sha256), *bound]),
             )
         index = self.record.index
-        yield index.name, self._whole(index, self._manifest.index(self._backend).bound())
+        if only is None or index.name in only:
+            yield index.name, self._whole(index, self._manifest.index(self._backend).bound())
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
         """Read a record, and verify its pieces; `bound` has their offset, length and sha256."""

@@ -262,11 +262,8 @@ def _pull(place: HostRoots, order: Order, task: _HostTask) -> None:
     source = CopySource(place, record)
     sizes = sizes_below(own, (record.uid, *record.references))
     own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
-    blobs = [
-        blob
-        for blob in source.read()
-        if blob.name in order.files and sizes.get(blob.name) != blob.length
-    ]
+    lacking = {name for name, size in order.files.items() if sizes.get(name) != size}
+    blobs = source.read(lacking)
     landing = _Landing(own)
     task.move(
         source,
@@ -276,9 +273,8 @@ def _pull(place: HostRoots, order: Order, task: _HostTask) -> None:
         sealed=lambda name: own.rename(_landing(name), name),
     )
     own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
-    for name, data in source.records():
-        if name in order.files:
-            own.publish(name, data)
+    for name, data in source.records(lacking):
+        own.publish(name, data)
 
 
 def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
@@ -292,10 +288,9 @@ def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
     if not owned():
         msg = f"{target.url} is not the place that rank 0 copies to: is it mounted?"
         raise StorageError(msg)
-    blobs = [blob for blob in source.read() if blob.name in order.files]
     task.move(
         source,
-        (BlobTransfer(blob, place, target) for blob in blobs),
+        (BlobTransfer(blob, place, target) for blob in source.read(order.files)),
         target,
         bytes_per_s=order.bytes_per_s,
         owned=owned,
