@@ -95,7 +95,7 @@ class HostsBackend(HostRoots):
         if not config.experimental:
             msg = (
                 "hosts is experimental: it can lose checkpoints when hosts come and go (see "
-                "docs/tiers.md). Set experimental = true to try it with data that may be lost"
+                "docs/hosts.md). Set experimental = true to try it with data that may be lost"
             )
             raise ConfigError(msg)
         if root.tiers:
