@@ -5,8 +5,8 @@
 
 `page.md` is the page without its figures. The README and the home page get three of them. Figures
 of a GPU are of another machine and an earlier run, so they are kept as they were, in
-`recorded/gpu.json`. Those of a log of gradients are from `log.py`, in `recorded/log.json`; the page
-about logs gets them.
+`recorded/gpu.json`. Those of a log of gradients are from `log.py`, in `recorded/log.json`, and
+those of hosts from `hosts.py`, in `recorded/hosts.json`; the pages about them get these.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench import FAILED, ROOT, as_json, figure, rows_of, table
 
 HERE = Path(__file__).resolve().parent
 RUN, GPU = "benchmarks/recorded/run.json", "benchmarks/recorded/gpu.json"
-LOG = "benchmarks/recorded/log.json"
-PAGE, CHARTS, LOGS = "docs/benchmarks.md", "docs/assets/benchmarks", "docs/logs.md"
+LOG, HOSTS = "benchmarks/recorded/log.json", "benchmarks/recorded/hosts.json"
+PAGE, CHARTS = "docs/benchmarks.md", "docs/assets/benchmarks"
 QUOTING = ("README.md", "docs/index.md")  # have `numbers` between two comments
 NUMBERS = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 FP32, BF16 = "Penstock, AdamW in fp32", "Penstock, AdamW in bf16 with clip"
@@ -208,6 +208,33 @@ def log_verdict(run):
         {foreach["cold entry, steps"]:.2f} steps, which the picture includes; with {twice}
         entr{"y" if twice == 1 else "ies"} a restore takes twice as long (`benchmarks/log.py`).
     """
+    return filled(text)
+
+
+def hosts_verdict(run):
+    """What a recovery from hosts takes, and what copies between them cost."""
+    restored, trained = run.rows("recovery"), run.rows("training")
+    lost, all_lost = (restored[f"Penstock, {n} lost"] for n in ("one host", "all hosts"))
+    ours, other = (trained[f"Penstock, {n}"] for n in ("copies", "other process"))
+    alone = trained["Penstock, no copies"]["step, s"]
+    rise = run.rows("memory")["Penstock, copies = 1"]["rise, MB"]
+    count, gb = run.option("recovery", "ranks"), run.option("recovery", "gb")
+    text = f"""
+        After the loss of one of {count} hosts, all on one machine with two cores, a restore of
+        {gb:g} GB takes {lost["restore, s"]:.1f} s, and reads
+        {lost["read from the store, MB"]:.0f} MB from the durable tier. If all are lost, it takes
+        {all_lost["restore, s"]:.1f} s from a store that reads
+        {run.option("recovery", "store_mb_per_s"):g} MB/s. While each host copies
+        {run.option("training", "copy_mb_per_s"):g} MB/s, a step of {1000 * alone:.0f} ms takes
+        {100 * (ours["step, s"] / alone - 1):.0f} % longer, and
+        {100 * (other["step, s"] / alone - 1):.0f} % longer beside another process that copies as
+        many bytes. Copies take {rise:.0f} MB of memory (`benchmarks/hosts.py`).
+    """
+    return filled(text)
+
+
+def filled(text):
+    """One paragraph, in lines of the page."""
     return textwrap.fill(" ".join(text.split()), 100, break_long_words=False)
 
 
@@ -465,12 +492,13 @@ def made(paths):
     try:
         text = page(run, json.loads((ROOT / GPU).read_text(encoding="utf-8")))
         logged = Run([json.loads((ROOT / LOG).read_text(encoding="utf-8"))])
-        verdict = log_verdict(logged)
+        hosts = Run([json.loads((ROOT / HOSTS).read_text(encoding="utf-8"))])
+        verdicts = {"docs/logs.md": log_verdict(logged), "docs/hosts.md": hosts_verdict(hosts)}
         drawn = charts(run) | {"log.svg": log_chart(logged)}
     except KeyError as missing:
         raise SystemExit(f"not measured: {missing}; run all parts") from missing
     pages = {RUN: as_json(run.document), PAGE: text}
-    quoted = dict.fromkeys(QUOTING, numbers(run)) | {LOGS: verdict}
+    quoted = dict.fromkeys(QUOTING, numbers(run)) | verdicts
     for name, quote in quoted.items():
         before = (ROOT / name).read_text(encoding="utf-8")
         pages[name] = NUMBERS.sub(rf"\g<1>{quote}\n\g<2>", before)

@@ -78,6 +78,18 @@ def test_the_benchmark_of_logs_measures_all_that_their_page_shows(page, tmp_path
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_the_benchmark_of_hosts_measures_all_that_their_page_says(page, tmp_path):
+    out = tmp_path / "hosts.json"
+    small = "--rounds=1", "--gb=.1", "--training-gb=.05", "--memory-gb=.1", "--copy-mb-per-s=1000"
+    where = f"--folder={tmp_path}", f"--out={out}", f"--memory={tmp_path / 'hosts'}"
+    done = interpreters.run(str(ROOT / "benchmarks" / "hosts.py"), *small, *where)
+    assert done.returncode == 0, done.stderr
+    run = page.Run([json.loads(out.read_text(encoding="utf-8"))])
+    assert "After the loss of one" in page.hosts_verdict(run)
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_killed_trainings_with_a_log_lose_at_most_one_step():
     done = interpreters.run(str(ROOT / "benchmarks" / "log.py"), "--kills", "4")
     assert done.returncode == 0, done.stderr
