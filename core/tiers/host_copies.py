@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.format.records import CommitRecord
     from penstock.core.ranks.group import RankGroup, RanksOfJob
+    from penstock.core.replicas.placement import HostGroups
     from penstock.core.replicas.replication import CheckpointKey
     from penstock.core.reporting.reports import SaveReport
     from penstock.core.tiers.host_orders import HostOrders
@@ -264,24 +265,16 @@ class _Lead:
             PenstockError: A host does not answer, or its last copy has failed.
         """
         roots = self._place.roots
+        roots = self._place.roots
         name = commit_name(*key)
         record = read_commit(self._place, name)
-        files = _files(self._place, record)
-        listings = []
-        epoch = max(root.epoch for root in roots)
-        for number, root in enumerate(roots):
-            sizes = sizes_below(root.backend, (record.uid, *record.references))
-            try:
-                sizes[name] = root.backend.stat(name).size_bytes
-            except BlobNotFoundError:
-                if root.epoch == epoch:  # its publish has failed
-                    data = self._place.read_record(name, limit_bytes=files[name])
-                    root.backend.publish(name, data)
-            listings.append(RootListing(str(number), Epoch(root.epoch), frozenset(), sizes))
-        holdings = Holdings(listings)
-        domains = {str(number): root.domain for number, root in enumerate(roots)}
-        groups = group_hosts(domains, self._place.copies)
-        held = sum(size for root in listings for size in root.files.values())
+        files = files_of(self._place, record)
+        holdings, groups = holdings_of(self._place, record)
+        for host in holdings.counting:
+            if name not in holdings.roots[host].files:  # its publish has failed
+                data = self._place.read_record(name, limit_bytes=files[name])
+                roots[int(host)].backend.publish(name, data)
+        held = sum(size for root in holdings.roots.values() for size in root.files.values())
         if held != self._held_bytes:
             self._held_bytes, self._failures = held, 0
             self._watchdog.moved()
@@ -320,7 +313,7 @@ class _Lead:
             )
 
 
-def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
+def files_of(place: Backend, record: CommitRecord) -> dict[str, int]:
     """Return the files of a checkpoint and the blobs that it borrows, with their sizes."""
     prefix = data_prefix(record.uid)
     kinds = f"{prefix}blobs/", f"{prefix}parts/"
@@ -329,3 +322,22 @@ def _files(place: Backend, record: CommitRecord) -> dict[str, int]:
     files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
     name = commit_name(record.step, record.generation)
     return {**files, name: place.stat(name).size_bytes}
+
+
+def holdings_of(place: HostRoots, record: CommitRecord) -> tuple[Holdings, HostGroups]:
+    """Return which host has which files of a checkpoint, and the groups that hold copies.
+
+    Hosts are named by their numbers in `place.roots`.
+
+    Raises:
+        StorageError: A host does not answer.
+    """
+    name = commit_name(record.step, record.generation)
+    listings = []
+    for number, root in enumerate(place.roots):
+        sizes = sizes_below(root.backend, (record.uid, *record.references))
+        with suppress(BlobNotFoundError):
+            sizes[name] = root.backend.stat(name).size_bytes
+        listings.append(RootListing(str(number), Epoch(root.epoch), frozenset(), sizes))
+    domains = {str(number): root.domain for number, root in enumerate(place.roots)}
+    return Holdings(listings), group_hosts(domains, place.copies)
