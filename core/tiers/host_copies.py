@@ -265,7 +265,6 @@ class _Lead:
             PenstockError: A host does not answer, or its last copy has failed.
         """
         roots = self._place.roots
-        roots = self._place.roots
         name = commit_name(*key)
         record = read_commit(self._place, name)
         files = files_of(self._place, record)
