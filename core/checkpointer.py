@@ -28,6 +28,7 @@ from penstock.core.errors import (
     StorageError,
 )
 from penstock.core.hosts.joining import RootsOfJob
+from penstock.core.log.host_logs import HostLogs
 from penstock.core.log.run import RunLog, has_log
 from penstock.core.plugins.registry import default_registry
 from penstock.core.ranks.group import RanksOfJob
@@ -160,9 +161,9 @@ class Checkpointer:
         )
         self._catalog = self._reader.catalog
         self._copies = HostCopies(store, self._catalog, self._orders, self._ranks, self._workers)
-        self._roots = RootsOfJob(
-            store, self._ranks, network=config.rank_network, order=self._orders.execute
-        )
+        self._log_copies = HostLogs(store, self._workers)
+        order = partial(_execute, self._orders, self._log_copies)
+        self._roots = RootsOfJob(store, self._ranks, network=config.rank_network, order=order)
         self._scheduler = Scheduler(config.schedule, self._workers.timing.clock)
         self._saver = Saver(
             self._backend,
@@ -181,6 +182,7 @@ class Checkpointer:
             TimeLimitedBackend(store, self._workers, config.io_timeout_s, limit_writes=True),
             self._reader,
             config=config, registry=registry, workers=self._workers, ranks=self._ranks,
+            copies=self._log_copies,
             room=None if self._drains is None else self._drains.room,
         )  # fmt: skip
         # A store that hangs must not delay the opening for all of `io_timeout_s`.
@@ -797,9 +799,11 @@ class Checkpointer:
             if sys.exc_info()[0] is None:
                 self._copies.settle()
             self._copies.close()
+            self._log_copies.settle()
             self._ranks.settle()
             self._roots.close(sys.exc_info()[1])  # waits for rank 0, which may still give orders
             self._orders.close()
+            self._log_copies.close()
         except BaseException:
             self._closing = False  # Ctrl-C: the next `close` must do all of it
             raise
@@ -909,6 +913,11 @@ def _valid_steps(steps: object) -> list[int]:
         msg = f"steps must be a list such as [100, 200], not {show_value(steps)}"
         raise ConfigError(msg)
     return [valid_step(step) for step in cast("Iterable[object]", steps)]
+
+
+def _execute(orders: HostOrders, logs: HostLogs, number: int, kind: str, body: bytes, /) -> bytes:
+    """Execute an order of another host; see `RootsOfJob`."""
+    return logs.execute(body) if kind == "log" else orders.execute(number, kind, body)
 
 
 def _for_another_process(

@@ -29,6 +29,7 @@ from penstock.core.abc import (
 from penstock.core.errors import (
     BlobExistsError,
     BlobNotFoundError,
+    BlobTruncatedError,
     ConfigError,
     StorageError,
     StorageTimeoutError,
@@ -180,7 +181,7 @@ class HostsBackend(HostRoots):
         elsewhere = self._known.keys() & {request.name for request in requests}
         try:
             self.inner.read([request for request in requests if request.name not in elsewhere])
-        except BlobNotFoundError:
+        except (BlobNotFoundError, BlobTruncatedError):  # a copy may be behind its original
             if len(self._roots) == 1:
                 raise
             rest = requests
@@ -193,10 +194,10 @@ class HostsBackend(HostRoots):
             self._first(name, partial(_read, some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
-        """Read with `submit_read` of this host's root; if that root lacks a blob, with `read`."""
+        """Read with `submit_read` of this host's root; if that root lacks bytes, with `read`."""
         if any(request.name in self._known for request in requests):
             return Backend.submit_read(self, requests)
-        return self._submit_or_read(self.inner, requests, BlobNotFoundError)
+        return self._submit_or_read(self.inner, requests, (BlobNotFoundError, BlobTruncatedError))
 
     def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
         """Read a record from the first root that has it, starting with this host's root."""

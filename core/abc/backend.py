@@ -260,7 +260,10 @@ class Backend(ABC):
         return self._executor().submit(lambda: self.read(requests))
 
     def _submit_or_read(
-        self, first: Backend, requests: Sequence[ReadRequest], failure: type[StorageError]
+        self,
+        first: Backend,
+        requests: Sequence[ReadRequest],
+        failure: type[StorageError] | tuple[type[StorageError], ...],
     ) -> Future[None]:
         """Read with `first.submit_read`; if that fails with `failure`, read with `self.read`."""
         done: Future[None] = Future()

@@ -39,6 +39,7 @@ class HostRoot(NamedTuple):
         ask: Sends an order of a kind to that host, and returns its answer; None for the root of
             this host.
         run: The run that has saved there (see `HostRecord`); empty if none has.
+        rank: The rank that serves the root to other hosts.
     """
 
     host: str
@@ -47,6 +48,7 @@ class HostRoot(NamedTuple):
     domain: str = ""
     ask: Callable[[str, bytes], bytes] | None = None
     run: str = ""
+    rank: int = 0
 
 
 class HostRoots(DelegatingBackend, ABC):

@@ -170,10 +170,12 @@ class RootsOfJob:
                 self._servers[number] = servers[number]
             else:
                 servers[number].close()
-            peers = []
+            peers, leader = [], rank
             for other in leaders:
                 there = others[other][number]
-                if there.identity != mine.identity:
+                if there.identity == mine.identity:
+                    leader = other
+                else:
                     remote = RemoteRoot(
                         f"{there.host} of rank {other}",
                         (there.address, there.port),
@@ -182,11 +184,10 @@ class RootsOfJob:
                         timing=group.timing,
                     )
                     domain = there.domain or there.host
-                    peers.append(
-                        HostRoot(there.host, there.epoch, remote, domain, remote.order, there.run)
-                    )
+                    peer = HostRoot(there.host, there.epoch, remote, domain, remote.order)
+                    peers.append(peer._replace(run=there.run, rank=other))
             domain = mine.domain or mine.host
-            own = HostRoot(mine.host, mine.epoch, place.own, domain, run=mine.run)
+            own = HostRoot(mine.host, mine.epoch, place.own, domain, run=mine.run, rank=leader)
             place.join(own, peers, leads=not rank)
         self._group = group
 

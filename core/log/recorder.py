@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
     from penstock.core.log.grads import Cut
+    from penstock.core.log.host_logs import HostLogs
     from penstock.core.plugins.registry import Registry
     from penstock.core.reporting.reports import Outcome
     from penstock.core.tiers.room import TierRoom
@@ -121,12 +122,14 @@ class Recorder:
         registry: Registry,
         workers: Workers,
         *,
+        copies: HostLogs,
         room: TierRoom | None = None,
     ) -> None:
         """Prepare; nothing is watched before a save or a restore begins the log.
 
-        See `RunLog` for `room`.
+        See `RunLog` for `copies` and `room`.
         """
+        self._copies = copies
         self._backend = backend
         self._room = room
         self._config = config
@@ -376,7 +379,10 @@ class Recorder:
     def _writer(self, uid: str, session: str, previous: bytes) -> SegmentWriter:
         rank, world_size = self.place
         fastest = places_of(self._backend)[0]
-        return SegmentWriter(fastest, uid, rank, world_size, session=session, previous=previous)
+        return SegmentWriter(
+            fastest, uid, rank, world_size, session=session, previous=previous,
+            number=self._copies.first_number, synced=self._copies.offer,
+        )  # fmt: skip
 
     def _begin(self, begun: _Log, state: Mapping[str, Any]) -> None:
         self._keys, self._obstacle = frozenset(state), None

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.core.catalog.catalog import Catalog
     from penstock.core.concurrency.workers import Workers
     from penstock.core.config.model import CheckpointerConfig
+    from penstock.core.log.host_logs import HostLogs
     from penstock.core.log.segments import StoredEntry
     from penstock.core.plugins.registry import Registry
     from penstock.core.ranks.group import RanksOfJob
@@ -69,6 +70,7 @@ class RunLog:
         registry: Registry,
         workers: Workers,
         ranks: RanksOfJob,
+        copies: HostLogs,
         room: TierRoom | None = None,
     ) -> None:
         """Prepare; reads nothing, and watches no steps yet.
@@ -80,6 +82,7 @@ class RunLog:
             registry: Finds providers, codecs and replayers.
             workers: The threads.
             ranks: The ranks that train together.
+            copies: Copies entries to other hosts.
             room: Makes room in the fastest tier; None without tiers.
         """
         self._backend = backend
@@ -87,7 +90,7 @@ class RunLog:
         self._ranks = ranks
         self._replay = LogReplay(backend, config, registry, workers)
         self._continues = True  # whether this rank may append to the last replayed log
-        self.recorder = Recorder(backend, config, registry, workers, room=room)
+        self.recorder = Recorder(backend, config, registry, workers, copies=copies, room=room)
 
     @property
     def _catalog(self) -> Catalog:

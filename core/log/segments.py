@@ -25,7 +25,7 @@ from penstock.core.format.segment import (
 from penstock.core.types import ReadRequest, WriteRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, BlobWriter
     from penstock.core.format.segment import EntryHeader
@@ -121,7 +121,7 @@ class StoredLog:
         self._backend = backend
         self.entries: list[StoredEntry] = []
         self.segments = [
-            Segment(info, [*_entries(backend, info.name, info.size_bytes, base, rank)])
+            Segment(info, [*entries_of(backend, info.name, info.size_bytes, base, rank)])
             for info in backend.list(log_prefix(base, rank))
         ]
         self.strays = [segment for segment in self.segments if not self._join(segment.entries)]
@@ -233,8 +233,28 @@ def last_step(logs: Sequence[StoredLog]) -> int | None:
     return max((session.last for session in common), default=None)
 
 
-def _entries(backend: Backend, name: str, size: int, base: str, rank: int) -> Iterator[StoredEntry]:
+def entries_of(
+    backend: Backend,
+    name: str,
+    size: int,
+    base: str,
+    rank: int,
+    *,
+    after: StoredEntry | None = None,
+) -> Iterator[StoredEntry]:
+    """Yield the entries of a segment before the first header that is damaged or cut off.
+
+    Args:
+        backend: The store.
+        name: The name of the segment.
+        size: The bytes of the segment to read.
+        base: The uid of the checkpoint.
+        rank: The rank that logged.
+        after: The entry before the first one to yield; None: yield all.
+    """
     at, previous = 0, None
+    if after is not None:
+        at, previous = after.offset + after.header.stored_bytes, after.header.digest
     while at + HEADER_BYTES <= size:
         data = bytearray(HEADER_BYTES)
         backend.read([ReadRequest(name, at, memoryview(data))])
@@ -276,7 +296,7 @@ def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:
 class SegmentWriter:
     """Appends entries to the log of one checkpoint. Only one thread may use it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, each by name
         self,
         backend: Backend,
         base: str,
@@ -285,6 +305,9 @@ class SegmentWriter:
         *,
         session: str = NO_SESSION,
         previous: bytes = FIRST,
+        number: int = 0,
+        opened: tuple[str, BlobWriter] | None = None,
+        synced: Callable[[Mapping[str, int]], None] = lambda _: None,
     ) -> None:
         """Prepare to append.
 
@@ -295,14 +318,20 @@ class SegmentWriter:
             world_size: The number of ranks.
             session: See `EntryHeader`.
             previous: The digest of the entry after which the log continues.
+            number: The lowest number of a new segment.
+            opened: The name and the writer of the first segment; None: it gets a free number.
+            synced: Called with the durable bytes of segments, by name.
         """
         self._backend = backend
+        self._number = number
+        self._synced = synced
+        self._name, opened_writer = opened or ("", None)
         self._base = base
         self._rank = rank
         self._world_size = world_size
         self._session = session
         self._previous = previous
-        self._writer: BlobWriter | None = None
+        self._writer: BlobWriter | None = opened_writer
         self._end = 0
         self._unsynced = 0
         self._ended = False
@@ -340,7 +369,7 @@ class SegmentWriter:
     def copy(self, entry: StoredEntry, source: Backend) -> int:
         """Append an entry of another log, whose checkpoint has the same state.
 
-        The entry is durable only after `close`.
+        The entry is durable only after `sync` or `close`.
 
         Returns:
             The size of the stored entry in bytes; 0 if the entry is damaged. If it is, the log ends
@@ -357,6 +386,7 @@ class SegmentWriter:
             return 0
         self._end += header.stored_bytes
         self._previous = header.digest
+        self._unsynced += 1
         if self._end >= _SEGMENT_BYTES:
             self.close()
         return header.stored_bytes
@@ -386,19 +416,25 @@ class SegmentWriter:
             self._writer.seal(self._end)
             self._writer = None
         self._unsynced = 0
+        self._synced({self._name: self._end})
 
     def close(self) -> None:
         """Make all appended entries durable, and seal the segment."""
         if self._writer is not None and not self._ended:
             self._writer.seal(self._end)
             self._writer, self._unsynced = None, 0
+            self._synced({self._name: self._end})
 
     def _create(self, size_hint: int) -> BlobWriter:
-        names = [info.name for info in self._backend.list(log_prefix(self._base, self._rank))]
-        number = 1 + max((segment_number(name) for name in names), default=-1)
+        ends = {
+            i.name: i.size_bytes for i in self._backend.list(log_prefix(self._base, self._rank))
+        }
+        self._synced(ends)
+        number = max((1 + segment_number(name) for name in ends), default=0)
+        number = max(number, self._number)
         while True:
             try:
-                name = segment_name(self._base, self._rank, number)
-                return self._backend.create(name, size_hint=size_hint)
+                self._name = segment_name(self._base, self._rank, number)
+                return self._backend.create(self._name, size_hint=size_hint)
             except BlobExistsError:  # another process logs too; the highest segment number counts
                 number += 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests import interpreters
 from tests.integration.ranks.test_processes import JOIN, end
 
-TRAIN = (
+BEGIN = (
     """
 import ctypes, os, socket, sys
 host = sys.argv[5]
@@ -24,6 +24,11 @@ if ctypes.CDLL(None, use_errno=True).unshare(0x04000000) == 0:  # CLONE_NEWUTS
 def say(*words):
     os.write(1, " ".join(map(str, words)).encode() + b"\\n")
 
+"""
+)
+SAVED = (
+    BEGIN
+    + """
 def state_of(step):
     rows = torch.arange(48.0 * 4096).reshape(48, 4096) + step
     size = 48 // count
@@ -49,11 +54,51 @@ for step in range(first, 1 << 20):
 )
 
 
+LOGGED = (
+    BEGIN
+    + """
+class Training:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, step):
+        self.optimizer.zero_grad()
+        torch.manual_seed(step)
+        self.model(torch.randn(8, 64)).square().mean().backward()
+        self.optimizer.step()
+
+backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1, "experimental": True}
+ckpt = penstock.Checkpointer(backend, rank_timeout_s=60, retention={"keep_last": 2})
+training, uninterrupted = Training(), Training()
+first = ckpt.resume(training.state)
+for step in range(first):
+    uninterrupted.step(step)
+pairs = zip(training.model.parameters(), uninterrupted.model.parameters(), strict=True)
+say("restored", first - 1, all(torch.equal(*pair) for pair in pairs))
+for step in range(first, 1 << 20):
+    training.step(step)
+    if step % 20 == 0 or step == first:
+        handle = ckpt.save(training.state, step)
+        handle.replicated.add_done_callback(
+            lambda done, step=step: done.result() and say("replicated", step)
+        )
+    else:
+        assert ckpt.log(training.state, step)
+        say("logged", step)
+    time.sleep(0.05)
+"""
+)
+
+
 class Run:
     """A job that is killed and started again, each time without one of its hosts."""
 
-    def __init__(self, root, seed):
+    def __init__(self, root, seed, train):
         self.root = root
+        self._train = train
         self.choice = random.Random(seed)
         self.names = (f"host{number}" for number in range(1 << 20))
         self.hosts = [next(self.names) for _ in range(self.choice.choice([2, 3, 4]))]
@@ -66,7 +111,7 @@ class Run:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [
             interpreters.start(
-                "-c", TRAIN, rank, count, store.port, self.root, host, stdout=subprocess.PIPE
+                "-c", self._train, rank, count, store.port, self.root, host, stdout=subprocess.PIPE
             )
             for rank, host in enumerate(self.hosts)
         ]
@@ -103,7 +148,7 @@ class Run:
     def _follow(self, reports):
         for line in reports:
             word, step = line.split()
-            if word == "committed":
+            if word in ("committed", "logged"):
                 self.committed = max(self.committed, int(step))
             else:
                 self.replicated = max(self.replicated, int(step))
@@ -111,9 +156,10 @@ class Run:
 
 @pytest.mark.process
 @pytest.mark.multirank
+@pytest.mark.parametrize("train", [SAVED, LOGGED], ids=["saved", "logged"])
 @pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.slow)])
-def test_replicated_steps_survive_hosts_killed_at_random_moments(tmp_path, kills):
-    run = Run(tmp_path, seed=int(os.environ.get("PENSTOCK_SEED", "1")))
+def test_replicated_steps_survive_hosts_killed_at_random_moments(tmp_path, kills, train):
+    run = Run(tmp_path, int(os.environ.get("PENSTOCK_SEED", "1")), train)
     for _ in range(kills):
         run.kill_one()
     print(f"{kills} kills, steps lost at most: {run.most_lost}")
