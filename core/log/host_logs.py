@@ -37,8 +37,8 @@ _LANDING = "/pulled-log/"
 """The folder of segments that replace an older copy, instead of `/log/`."""
 
 _LOOK_S = 0.05
-_BASES = 2  # at once: a checkpoint, and the one that is being committed
-_TAILS = 4  # open copies of one rank's segments
+_BASES = 3  # at once: a replicated checkpoint, the next one, and the one that is being committed
+_TAILS = 6  # open copies of one rank's segments
 
 
 class HostLogs:

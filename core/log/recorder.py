@@ -174,7 +174,8 @@ class Recorder:
             uid: The uid of the save.
             step: The saved step.
             state: The state tree.
-            committed: Resolves when the checkpoint is committed or its save has failed.
+            committed: Resolves when the checkpoint is committed, and copied to other hosts if it
+                must be; or when its save has failed.
             rounded: The state that the checkpoint holds only rounded, so that no log can follow;
                 empty if it holds all state exactly.
         """

@@ -109,8 +109,10 @@ class RunLog:
         if self.may_log():
             self.recorder.place = self._place()
             handle = job.handle
+            # Until other hosts have the checkpoint, the loss of one host may make an older one the
+            # newest. Without copies, `replicated` resolves once the checkpoint is committed.
             self.recorder.begin_after_save(
-                job.uid, handle.step, state, handle.committed, rounded=job.request.rounded
+                job.uid, handle.step, state, handle.replicated, rounded=job.request.rounded
             )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:
