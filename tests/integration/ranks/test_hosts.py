@@ -19,7 +19,6 @@ from penstock.core.abc import HostRoot
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.commands.ls import list_run
 from penstock.core.errors import (
-    CheckpointNotFoundError,
     DamagedError,
     FormatError,
     PenstockError,
@@ -184,12 +183,35 @@ def test_absent_host_is_named(hosts):
     def look(ckpt, rank, count):
         with pytest.raises(DamagedError, match=r"\(absent: b\)"):
             ckpt.info(2)
-        with pytest.raises(CheckpointNotFoundError):
-            ckpt.restore(state_of(0, rank, count))
         return ckpt.latest()
 
     assert hosts.run("ac", look) == [None, None]
     assert hosts.restore("ab") == 2  # nothing was changed
+
+
+def test_job_with_incomplete_steps_alone_does_not_start_from_scratch(hosts):
+    hosts.save("ab", 2, 3)
+    whys = [
+        r"\(absent: b\).*restart with them.*first delete 2, 3 on rank 0",
+        "all checkpoints are incomplete",
+    ]
+
+    def start(ckpt, rank, count):
+        state = state_of(0, rank, count)
+        for attempt in (ckpt.resume, ckpt.restore):
+            with pytest.raises(DamagedError, match=whys[rank]):
+                attempt(state)
+
+    hosts.run("ac", start)
+    assert hosts.restore("ab") == 3  # nothing was changed
+
+    def delete(ckpt, rank, count):
+        ckpt.steps()  # all ranks join their roots
+        for step in () if rank else (2, 3):
+            ckpt.delete(step)
+
+    hosts.run("ac", delete)
+    assert hosts.run("ac", lambda ckpt, *of: ckpt.resume(state_of(0, *of))) == [0, 0]
 
 
 def test_prune_keeps_incomplete_steps(hosts):
@@ -364,6 +386,52 @@ def test_command_line_deletes_nothing_of_one_host_alone(hosts):
     hosts.save("ab", 3)
     assert hosts.restore("ab", 1) == 1
     assert hosts.restore("ab", 2) == 2
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_root_of_one_of_several_hosts_is_not_changed_by_its_path(hosts, is_damaged):
+    hosts.save("ab", 1, 2)
+    why = "is the root of a, one of 2 hosts"
+    if is_damaged:
+        record, why = hosts.root("a") / "tier/host.json", "may be the root of one of several hosts"
+        record.write_bytes(record.read_bytes()[1:])
+    before = files(hosts, "a")
+    with Checkpointer(hosts.root("a"), grace_s=0.001) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        for change in (
+            lambda: ckpt.save({"x": 1}, 3, mode="blocking"),
+            lambda: ckpt.save({"x": 1}, 2, overwrite=True, mode="blocking"),
+            lambda: ckpt.delete(1),
+            lambda: ckpt.rewind(1),
+            lambda: ckpt.prune(everything=True),
+            lambda: ckpt.pin(1, "good"),
+        ):
+            with pytest.raises(PenstockError, match=why):
+                change()
+    assert files(hosts, "a") == before
+    if not is_damaged:
+        assert hosts.restore("ab") == 2
+
+
+def test_fast_tier_that_is_the_root_of_one_of_several_hosts_is_not_changed(hosts, tmp_path):
+    hosts.save("ab", 1)
+    before = files(hosts, "a")
+    tiers = {"type": "tiered", "fast": str(hosts.root("a")), "durable": str(tmp_path / "durable")}
+    with Checkpointer(tiers) as ckpt, pytest.raises(StorageError, match="one of 2 hosts"):
+        ckpt.save({"x": 2}, 2, mode="blocking")
+    assert files(hosts, "a") == before
+
+
+def test_root_of_the_only_host_is_a_run(hosts):
+    hosts.save("a", 1)
+    with Checkpointer(hosts.root("a")) as ckpt:
+        ckpt.delete(1)
+        assert ckpt.steps() == []
+
+
+def files(hosts, host):
+    root = hosts.root(host)
+    return {path: path.is_file() and path.read_bytes() for path in root.rglob("*")}
 
 
 def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path):
