@@ -45,7 +45,7 @@ def test_doctor_leaves_no_files(call, tmp_path, name, options):
 
 
 def test_doctor_leaves_no_files_in_a_root_of_hosts(call, tmp_path):
-    record = encode_host(HostRecord("a", 1, ("a", "b")))
+    record = encode_host(HostRecord("a", 1, ("a", "b"), "00" * 16))
     PosixBackend(PosixConfig(path=str(tmp_path / "fast"))).publish(HOST_NAME, record)
     before = tree_of(tmp_path)
     hosts = f"hosts://{tmp_path}/fast?experimental=true"

@@ -1,5 +1,6 @@
 """Ranks whose hosts have separate roots save and restore one checkpoint together."""
 
+import logging
 import os
 import shutil
 import signal
@@ -444,6 +445,36 @@ def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path
         durable.fail("list", times=None)
         assert ckpt.save({"x": 2}, 2).committed.result(300).step == 2
         durable.clear()
+
+
+def test_incomplete_step_is_copied_to_the_next_tier_once_its_hosts_are_back(tmp_path, caplog):
+    Hosts(tmp_path).save("ab", 1)
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("ac", 2)
+    assert [r for r in caplog.records if r.levelno > logging.WARNING] == []
+    assert (
+        "step 1 cannot be copied from tier fast to durable yet, but by the next job" in caplog.text
+    )
+    with Checkpointer(tmp_path / "durable") as ckpt:
+        assert ckpt.steps() == [2]
+    tiers.save("abc", 3)
+    with Checkpointer(tmp_path / "durable") as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+
+
+def test_hosts_that_share_a_root_are_refused_before_a_record_is_changed(hosts):
+    hosts.root("shared").mkdir()
+    for host in "bc":
+        hosts.root(host).symlink_to(hosts.root("shared"))
+    with pytest.raises(ConfigError, match="root of host c is also that of host a or b"):
+        hosts.save("abc", 1)
+    hosts.save("b", 2)
+    assert not [*hosts.root("a").glob("*")]
+    with pytest.raises(ConfigError, match="root of host c is also that of host b"):
+        hosts.save("bc", 3)
+    with Checkpointer(hosts.root("b")) as ckpt:
+        assert ckpt.steps() == [2]
+        assert not [*hosts.root("b").glob("clock/*")]
 
 
 def test_root_from_before_its_use_with_hosts_is_not_emptied(hosts):
