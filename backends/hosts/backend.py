@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -336,12 +337,14 @@ class HostsBackend(HostRoots):
         newest epoch have the records that count, and records in other roots do not count.
 
         Raises:
+            ConfigError: Two hosts have one root, and no record was changed.
             StorageError: A host does not answer. Or its root has records from before it was used
                 with `hosts`, and no record was changed.
         """
         with self._lock:
             if not self._may_begin:
                 return
+            self._check_apart()
             records: dict[str, bytes] = {}
             for info in (info for prefix in _RECORDS for info in self.list(prefix)):
                 try:
@@ -364,6 +367,26 @@ class HostsBackend(HostRoots):
             self._known = {}
             self._newest = epoch
             self._may_begin = False
+
+    def _check_apart(self) -> None:
+        """Refuse roots that are one place, where each file would count as a copy of itself."""
+        if len(self._roots) == 1:
+            return
+        probe, known = f"clock/{secrets.token_hex(8)}", ""
+        try:
+            for root in self._roots:
+                with suppress(BlobNotFoundError):
+                    root.backend.stat(probe)
+                    msg = (
+                        f"the root of host {root.host} is also that of {known}, such as a folder "
+                        "that several hosts share: give each host a place of its own"
+                    )
+                    raise ConfigError(msg)
+                root.backend.publish(probe, b"")
+                known = f"{known} or {root.host}" if known else f"host {root.host}"
+        finally:
+            for _ in _called(self._roots, lambda root: root.delete([probe])):
+                pass
 
     def _records_of(self, root: HostRoot) -> set[str]:
         listed = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}

@@ -41,6 +41,7 @@ from penstock.core.format.records import (
     mark_name,
     parse_commit_name,
 )
+from penstock.core.suggest import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -205,10 +206,20 @@ class Catalog:
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
-            DamagedError: The commit record is unreadable.
+            DamagedError: The commit record is unreadable, or all checkpoints are incomplete.
         """
         record = self.newest()
         if record is None:
+            if incomplete := self.incomplete_from(0):
+                # Not CheckpointNotFoundError: the job would start from scratch, and its first save
+                # would delete the steps of hosts that are only late.
+                steps = listed([str(step) for step in sorted(incomplete)])
+                msg = (
+                    f"all checkpoints are incomplete: {incomplete[max(incomplete)]}. If hosts are "
+                    f"only late, restart with them. Or first delete {steps} on rank 0, and start "
+                    "from scratch"
+                )
+                raise DamagedError(msg)
             msg = f"no checkpoint under {self._backend.url}"
             raise CheckpointNotFoundError(msg)
         return record

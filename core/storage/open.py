@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from penstock.core.abc import Backend
+from penstock.core.abc import Backend, HostRoots
 from penstock.core.config.explain import refusal, validated
 from penstock.core.config.plugin_choice import (
     BackendConfig,
@@ -29,6 +29,7 @@ from penstock.core.errors import CapabilityError, ConfigError, PenstockError, Pl
 from penstock.core.foreign import shipped_by
 from penstock.core.plugins.registry import default_registry
 from penstock.core.storage.guarded import guarded
+from penstock.core.storage.host_root import unchangeable_if_of_hosts
 from penstock.core.suggest import nearest
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def open_backend(
 
     A plain path or `file://` uses `uring` if its probe passes, else `posix`, with one warning per
     reason and process. If no backend has the name of a scheme, `fsspec` opens the schemes that it
-    knows. The options of a URL are in its query.
+    knows. The options of a URL are in its query. A folder that is the root of one of several hosts
+    can only be read.
 
     Args:
         spec: A path, a URL, a table with `type`, a `BackendConfig`, or an open backend.
@@ -85,9 +87,15 @@ def open_backend(
         PluginError: The backend is not installed, or is broken.
         StorageError: The backend cannot be opened.
     """
+    backend = _open(spec, registry or default_registry(), must_exist=must_exist, light=light)
+    return backend if isinstance(spec, Backend) else unchangeable_if_of_hosts(backend)
+
+
+def _open(
+    spec: BackendSpec, registry: Registry, *, must_exist: bool = False, light: bool = False
+) -> Backend:
     if isinstance(spec, Backend):
         return guarded(spec)
-    registry = registry or default_registry()
     if isinstance(spec, (Mapping, BackendConfig)):
         return _open_table(spec, registry, must_exist=must_exist)
     url = os.fspath(spec)
@@ -209,11 +217,12 @@ def _opened(
         if Path(path).is_file():
             msg = f"{path} is a file, not the folder of a run"
         raise ConfigError(msg)
+    # The backend `hosts` joins the roots of all hosts, so it may change the root of its host.
+    opens = _open if issubclass(cls, HostRoots) else open_backend
     try:
         return guarded(
             cls.open(
-                config,
-                open_backend=lambda spec: open_backend(_placed(spec, config, origin), registry),
+                config, open_backend=lambda spec: opens(_placed(spec, config, origin), registry)
             )
         )
     except PenstockError:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.notes import carry_notes
-from penstock.core.catalog.survey import has, is_whole, missing_borrowed
+from penstock.core.catalog.survey import has, has_data, is_whole, missing_borrowed
 from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.confirmation import confirmed, retract, verify_blobs
@@ -30,6 +31,7 @@ from penstock.core.errors import (
     SaveAbortedError,
     SaveError,
     StepExistsError,
+    StorageError,
     StorageTimeoutError,
     WrongPlaceError,
 )
@@ -457,6 +459,10 @@ class DrainLink:
         )
         clock = self._timing.clock
         permanent = isinstance(error, _PERMANENT)
+        advice = "" if permanent else " yet; it will be tried again"
+        waits = isinstance(error, DamagedError) and self._is_incomplete(record)
+        if waits:
+            advice = " yet, but by the next job with the hosts that have the rest of it"
         with self._changed:
             failure = self._failure
             repeated = text == failure.text and not failure.next_log.is_over()
@@ -470,14 +476,21 @@ class DrainLink:
                     failure.next_log = Deadline(self._timing.repeat_log_s, clock)
             self._changed.notify_all()
         log.log(
-            logging.DEBUG if repeated else logging.ERROR,
+            logging.DEBUG if repeated else logging.WARNING if waits else logging.ERROR,
             "step %d cannot be copied from tier %s to %s%s: %s",
             record.step,
             self._source.name,
             self._target.name,
-            "" if permanent else " yet; it will be tried again",
+            advice,
             text,
         )
+
+    def _is_incomplete(self, record: CommitRecord) -> bool:
+        source = self._source.backend
+        try:
+            return bool(host_roots(source)) and not has_data(source, record)
+        except StorageError:
+            return False
 
 
 class TierCopier:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode
 
-from penstock.core.abc import DelegatingBackend
+from penstock.core.abc import DelegatingBackend, host_roots
 from penstock.core.cli.output.render import warn
 from penstock.core.cli.output.runs_on_disk import local_root, named_root
 from penstock.core.concurrency.timing import current_timing
@@ -178,6 +178,8 @@ def _check_usable(backend: Backend) -> None:
         names = ", ".join(f"{tier.name} ({tier.backend.url})" for tier in backend.tiers)
         msg = f"the run is in tiers; measure each of them by its own URL: {names}"
         raise ConfigError(msg)
+    for roots in host_roots(backend).values():
+        roots.check_may_delete()  # before anything is written that could not be deleted
     backend.check_writable()
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from urllib.parse import urlencode
 
 import pytest
 from tests import interpreters
@@ -14,6 +15,8 @@ from tests.core.cli.command import tree_of
 
 import penstock
 from penstock.backends.memory import MemoryBackend, MemoryConfig
+from penstock.backends.posix import PosixBackend, PosixConfig
+from penstock.core.abc import HOST_NAME, HostRecord, encode_host
 from penstock.core.cli.bench.raw import measure
 from penstock.core.cli.commands.doctor import _check_store
 from penstock.core.storage.guarded import guarded
@@ -38,6 +41,23 @@ def test_doctor_leaves_no_files(call, tmp_path, name, options):
     done = call("doctor", f"posix://{tmp_path}/{name}", *options)
     assert (done.code, done.err) == (0, "")
     assert ("\nok    speed " in done.out) == (options is SMALL)
+    assert tree_of(tmp_path) == before
+
+
+def test_doctor_leaves_no_files_in_a_root_of_hosts(call, tmp_path):
+    record = encode_host(HostRecord("a", 1, ("a", "b"), "00" * 16))
+    PosixBackend(PosixConfig(path=str(tmp_path / "fast"))).publish(HOST_NAME, record)
+    before = tree_of(tmp_path)
+    hosts = f"hosts://{tmp_path}/fast?experimental=true"
+    for url in (hosts, f"tiered://?{urlencode({'fast': hosts, 'durable': f'{tmp_path}/durable'})}"):
+        done = call("doctor", url, *SMALL)
+        assert (done.code, done.err) == (0, "")
+        assert " speed " in done.out
+        assert tree_of(tmp_path) == before
+    done = call("doctor", f"{tmp_path}/fast", *SMALL)
+    assert done.code == 1
+    assert "is the root of a, one of 2 hosts" in done.out
+    assert "nothing was deleted" in call("bench", hosts, "--size", "1MiB").err
     assert tree_of(tmp_path) == before
 
 

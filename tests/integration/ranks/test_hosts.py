@@ -1,5 +1,6 @@
 """Ranks whose hosts have separate roots save and restore one checkpoint together."""
 
+import logging
 import os
 import shutil
 import signal
@@ -19,7 +20,6 @@ from penstock.core.abc import HostRoot
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.commands.ls import list_run
 from penstock.core.errors import (
-    CheckpointNotFoundError,
     DamagedError,
     FormatError,
     PenstockError,
@@ -184,12 +184,35 @@ def test_absent_host_is_named(hosts):
     def look(ckpt, rank, count):
         with pytest.raises(DamagedError, match=r"\(absent: b\)"):
             ckpt.info(2)
-        with pytest.raises(CheckpointNotFoundError):
-            ckpt.restore(state_of(0, rank, count))
         return ckpt.latest()
 
     assert hosts.run("ac", look) == [None, None]
     assert hosts.restore("ab") == 2  # nothing was changed
+
+
+def test_job_with_incomplete_steps_alone_does_not_start_from_scratch(hosts):
+    hosts.save("ab", 2, 3)
+    whys = [
+        r"\(absent: b\).*restart with them.*first delete 2, 3 on rank 0",
+        "all checkpoints are incomplete",
+    ]
+
+    def start(ckpt, rank, count):
+        state = state_of(0, rank, count)
+        for attempt in (ckpt.resume, ckpt.restore):
+            with pytest.raises(DamagedError, match=whys[rank]):
+                attempt(state)
+
+    hosts.run("ac", start)
+    assert hosts.restore("ab") == 3  # nothing was changed
+
+    def delete(ckpt, rank, count):
+        ckpt.steps()  # all ranks join their roots
+        for step in () if rank else (2, 3):
+            ckpt.delete(step)
+
+    hosts.run("ac", delete)
+    assert hosts.run("ac", lambda ckpt, *of: ckpt.resume(state_of(0, *of))) == [0, 0]
 
 
 def test_prune_keeps_incomplete_steps(hosts):
@@ -366,6 +389,52 @@ def test_command_line_deletes_nothing_of_one_host_alone(hosts):
     assert hosts.restore("ab", 2) == 2
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_root_of_one_of_several_hosts_is_not_changed_by_its_path(hosts, is_damaged):
+    hosts.save("ab", 1, 2)
+    why = "is the root of a, one of 2 hosts"
+    if is_damaged:
+        record, why = hosts.root("a") / "tier/host.json", "may be the root of one of several hosts"
+        record.write_bytes(record.read_bytes()[1:])
+    before = files(hosts, "a")
+    with Checkpointer(hosts.root("a"), grace_s=0.001) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        for change in (
+            lambda: ckpt.save({"x": 1}, 3, mode="blocking"),
+            lambda: ckpt.save({"x": 1}, 2, overwrite=True, mode="blocking"),
+            lambda: ckpt.delete(1),
+            lambda: ckpt.rewind(1),
+            lambda: ckpt.prune(everything=True),
+            lambda: ckpt.pin(1, "good"),
+        ):
+            with pytest.raises(PenstockError, match=why):
+                change()
+    assert files(hosts, "a") == before
+    if not is_damaged:
+        assert hosts.restore("ab") == 2
+
+
+def test_fast_tier_that_is_the_root_of_one_of_several_hosts_is_not_changed(hosts, tmp_path):
+    hosts.save("ab", 1)
+    before = files(hosts, "a")
+    tiers = {"type": "tiered", "fast": str(hosts.root("a")), "durable": str(tmp_path / "durable")}
+    with Checkpointer(tiers) as ckpt, pytest.raises(StorageError, match="one of 2 hosts"):
+        ckpt.save({"x": 2}, 2, mode="blocking")
+    assert files(hosts, "a") == before
+
+
+def test_root_of_the_only_host_is_a_run(hosts):
+    hosts.save("a", 1)
+    with Checkpointer(hosts.root("a")) as ckpt:
+        ckpt.delete(1)
+        assert ckpt.steps() == []
+
+
+def files(hosts, host):
+    root = hosts.root(host)
+    return {path: path.is_file() and path.read_bytes() for path in root.rglob("*")}
+
+
 def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path):
     fast, durable = (FaultyBackend(posix(tmp_path / name)) for name in ("fast", "durable"))
     roots = HostsBackend(HostsConfig(path="", experimental=True), root=fast)
@@ -376,6 +445,36 @@ def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path
         durable.fail("list", times=None)
         assert ckpt.save({"x": 2}, 2).committed.result(300).step == 2
         durable.clear()
+
+
+def test_incomplete_step_is_copied_to_the_next_tier_once_its_hosts_are_back(tmp_path, caplog):
+    Hosts(tmp_path).save("ab", 1)
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("ac", 2)
+    assert [r for r in caplog.records if r.levelno > logging.WARNING] == []
+    assert (
+        "step 1 cannot be copied from tier fast to durable yet, but by the next job" in caplog.text
+    )
+    with Checkpointer(tmp_path / "durable") as ckpt:
+        assert ckpt.steps() == [2]
+    tiers.save("abc", 3)
+    with Checkpointer(tmp_path / "durable") as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+
+
+def test_hosts_that_share_a_root_are_refused_before_a_record_is_changed(hosts):
+    hosts.root("shared").mkdir()
+    for host in "bc":
+        hosts.root(host).symlink_to(hosts.root("shared"))
+    with pytest.raises(ConfigError, match="root of host c is also that of host a or b"):
+        hosts.save("abc", 1)
+    hosts.save("b", 2)
+    assert not [*hosts.root("a").glob("*")]
+    with pytest.raises(ConfigError, match="root of host c is also that of host b"):
+        hosts.save("bc", 3)
+    with Checkpointer(hosts.root("b")) as ckpt:
+        assert ckpt.steps() == [2]
+        assert not [*hosts.root("b").glob("clock/*")]
 
 
 def test_root_from_before_its_use_with_hosts_is_not_emptied(hosts):
