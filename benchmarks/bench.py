@@ -60,6 +60,7 @@ class Benchmark:
         options: Default and help of each option. `ranks`: the number of processes.
         base: Prefix of the name with which a group's times are compared.
         around: Context manager for each measurement; may set options, such as the URL of a server.
+        of_groups: Other defaults of options, by group and option.
     """
 
     script: str
@@ -68,6 +69,7 @@ class Benchmark:
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     base: str = ""
     around: Callable[[argparse.Namespace], Any] = nullcontext
+    of_groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Measure what the command line selects; print tables, and write JSON."""
@@ -86,9 +88,11 @@ class Benchmark:
         given = parser.parse_args()
         if given.worker:
             here(self, given.worker, given.folder, given)
-        options = {name: getattr(given, name) for name in self.options}
+        defaults = {name: default for name, (default, _) in self.options.items()}
+        changed = {n: getattr(given, n) for n in defaults if getattr(given, n) != defaults[n]}
         parts = []
         for group, measures in self.groups.items():
+            options = defaults | self.of_groups.get(group, {}) | changed
             names = [
                 n
                 for n in measures
