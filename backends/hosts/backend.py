@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -112,6 +112,8 @@ class HostsBackend(HostRoots):
         self._newest = 0
         self._may_begin = self._joined = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the three above
+        # Held while records are deleted: else `publish_again` could bring one back.
+        self._deleting = threading.Lock()
         self._known: dict[str, HostRoot] = {}  # for each blob that this host lacks, a root with it
 
     @classmethod
@@ -243,7 +245,7 @@ class HostsBackend(HostRoots):
         self.inner.publish(name, data, exclusive=exclusive)
         if not name.startswith(_RECORDS):
             return
-        for root, outcome in _called(others, lambda root: root.publish(name, data)):
+        for root, outcome in self._called(others, lambda root: root.publish(name, data)):
             if isinstance(outcome, BaseException):
                 log.warning("host %s lacks the record %s: %s", root.host, name, str(outcome))
 
@@ -256,9 +258,16 @@ class HostsBackend(HostRoots):
         """
         self.check_may_delete()
         self._begin_epoch()
-        self._at_all(lambda root: root.delete(names))
+        with self._deleting:
+            self._at_all(lambda root: root.delete(names))
         for name in names:
             self._known.pop(name, None)
+
+    def publish_again(self, name: str, root: HostRoot, /) -> None:
+        """See `HostRoots.publish_again`."""
+        with self._deleting:
+            data = self.read_record(name, limit_bytes=self.stat(name).size_bytes)
+            root.backend.publish(name, data)
 
     def check_may_delete(self) -> None:
         """See `HostRoots.check_may_delete`."""
@@ -323,11 +332,30 @@ class HostsBackend(HostRoots):
             StorageError: A root failed; the call was made on all roots.
         """
         results: dict[HostRoot, T] = {}
-        for root, outcome in _called(self._roots, call):
+        for root, outcome in self._called(self._roots, call):
             if isinstance(outcome, BaseException):
                 raise outcome
             results[root] = outcome
         return iter(results.items())
+
+    def _called(
+        self, roots: Sequence[HostRoot], call: Callable[[Backend], T]
+    ) -> Iterator[tuple[HostRoot, T | BaseException]]:
+        """Call `call` on all roots in parallel; yield each root with its result or error."""
+        if len(roots) == 1:  # needs no thread
+            try:
+                yield roots[0], call(roots[0].backend)
+            except StorageError as error:
+                yield roots[0], error
+            return
+        deadline = Deadline(current_timing().stuck_s)
+        outcomes = call_all_with_deadline(
+            "hosts",
+            [partial(call, root.backend) for root in roots],
+            deadline,
+            lambda: StorageTimeoutError(f"a host did not answer for {deadline.limit_s:g} s"),
+        )
+        yield from zip(roots, outcomes, strict=True)
 
     def _begin_epoch(self) -> None:
         """Begin the epoch of this job on all hosts, once, before its first change.
@@ -353,7 +381,7 @@ class HostsBackend(HostRoots):
                     continue  # not a file
                 records[info.name] = data
             # The time in ms orders jobs that have no host in common.
-            epoch = max(int(1000 * time.time()), self._newest + 1)
+            epoch = max(int(1000 * current_timing().clock.wall_s()), self._newest + 1)
             hosts = tuple(root.host for root in self._roots)
             newest = max(self._roots, key=lambda root: root.epoch)
             run = newest.run or secrets.token_hex(16)
@@ -385,12 +413,12 @@ class HostsBackend(HostRoots):
                 root.backend.publish(probe, b"")
                 known = f"{known} or {root.host}" if known else f"host {root.host}"
         finally:
-            for _ in _called(self._roots, lambda root: root.delete([probe])):
+            for _ in self._called(self._roots, lambda root: root.delete([probe])):
                 pass
 
     def _records_of(self, root: HostRoot) -> set[str]:
         listed = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}
-        if listed and not root.epoch and self._newest:
+        if listed and not root.epoch and self._newest and read_host(root.backend) is None:
             msg = (
                 f"the root of host {root.host} has commit records from before it was used with "
                 "hosts, and other hosts have newer ones: move it elsewhere, or use an empty path"
@@ -399,6 +427,12 @@ class HostsBackend(HostRoots):
         return listed - {HOST_NAME}
 
     def _give(self, root: HostRoot, records: dict[str, bytes], there: set[str]) -> None:
+        if records and self._newest and not root.epoch:
+            # Joins the last epoch first: else a crash leaves records that look like records from
+            # before the root was used with hosts.
+            last = read_host(max(self._roots, key=lambda root: root.epoch).backend)
+            assert last is not None
+            root.backend.publish(HOST_NAME, encode_host(replace(last, host=root.host)))
         counts = root.epoch == self._newest
         for name in sorted(records.keys() - there if counts else records):
             root.backend.publish(name, records[name])
@@ -413,23 +447,3 @@ class HostsBackend(HostRoots):
 
 def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
     root.read(requests)
-
-
-def _called(
-    roots: Sequence[HostRoot], call: Callable[[Backend], T]
-) -> Iterator[tuple[HostRoot, T | BaseException]]:
-    """Call `call` on all roots in parallel; yield each root and its result or error, in order."""
-    if len(roots) == 1:  # needs no thread
-        try:
-            yield roots[0], call(roots[0].backend)
-        except StorageError as error:
-            yield roots[0], error
-        return
-    deadline = Deadline(current_timing().stuck_s)
-    outcomes = call_all_with_deadline(
-        "hosts",
-        [partial(call, root.backend) for root in roots],
-        deadline,
-        lambda: StorageTimeoutError(f"a host did not answer for {deadline.limit_s:g} s"),
-    )
-    yield from zip(roots, outcomes, strict=True)

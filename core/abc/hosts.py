@@ -99,6 +99,17 @@ class HostRoots(DelegatingBackend, ABC):
         """
 
     @abstractmethod
+    def publish_again(self, name: str, root: HostRoot, /) -> None:
+        """Publish a record in a root that lacks it.
+
+        Never brings back a record that another thread of this process deletes meanwhile.
+
+        Raises:
+            BlobNotFoundError: No root has the record.
+            StorageError: A host does not answer.
+        """
+
+    @abstractmethod
     def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
         """From now on, read the roots of the other hosts too; `close` closes those roots.
 

@@ -127,7 +127,11 @@ class Catalog:
         Raises:
             StorageError: A host or a tier does not answer.
         """
-        if not host_roots(self._backend) or has_data(self._backend, record):
+        if not host_roots(self._backend):
+            return ""
+        # Each tier, too: the list of all tiers has the size of a truncated file in a faster tier.
+        tiers = (tier.backend for tier in self._backend.tiers)
+        if any(has_data(place, record) for place in (self._backend, *tiers)):
             return ""
         try:
             absent = self._absent_hosts()

@@ -38,7 +38,8 @@ class Replication:
         self._choose()
 
     def committed(self, key: CheckpointKey) -> None:
-        """Add a checkpoint of this job."""
+        """Add a checkpoint of this job, which replaces a deleted one of the same key."""
+        self.deleted([key])
         self._new.add(key)
         if self.target is None:
             self._choose()

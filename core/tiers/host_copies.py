@@ -16,16 +16,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import host_roots
-from penstock.core.catalog.survey import borrowed_blobs, read_commit, sizes_below
+from penstock.core.catalog.survey import borrowed_blobs, has_data, read_commit, sizes_below
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
     BlobNotFoundError,
     PenstockError,
+    StorageError,
 )
 from penstock.core.foreign import said
 from penstock.core.format.records import commit_name, data_prefix, parse_commit_name
 from penstock.core.ranks.durability import FollowedDrains, ToldDrains
-from penstock.core.replicas.holdings import Epoch, Holdings, RootListing
+from penstock.core.replicas.holdings import Holdings, RootListing
 from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
 from penstock.core.rounds.posts import DrainedPost
@@ -148,15 +149,18 @@ class _Lead:
         self._held_bytes = -1
         self._failures = 0  # since the last progress
         self._error = ""  # of the last failure
+        self._pause_s = _FIRST_LOOK_S  # until the next look
         self._warned: set[str] = set()
 
     def begin(self) -> None:
         """Copy the newest checkpoint, which may have lost copies since the last job."""
         with suppress(PenstockError):  # whoever restores it reports the error
             newest = self._catalog.newest()
-            if newest is not None:
+            if newest is not None and has_data(self._place, newest):  # else the next tier has it
+                key = newest.step, newest.generation
+                older = [other for other in self._keys() or () if other < key]
                 with self._changed:
-                    self._replication = Replication((), [(newest.step, newest.generation)])
+                    self._replication = Replication((), [*older, key])
                     self._run_on()
 
     def committed(self, report: SaveReport, on_end: Callable[[bool], None]) -> None:
@@ -225,40 +229,47 @@ class _Lead:
             self._thread = self._workers.spawn("replicate", self._run)
 
     def _run(self) -> None:
-        pause_s = _FIRST_LOOK_S
-        while True:
+        self._pause_s = _FIRST_LOOK_S
+        while self._look():
             with self._changed:
-                key = self._replication.target
-                if key is None or self._closed:
-                    self._running = False
-                    self._changed.notify_all()
-                    return
-            held = self._held_bytes
-            try:
-                is_safe = self._copy(key)
-            except BlobNotFoundError:  # the checkpoint was deleted
-                with self._changed:
-                    self._replication.deleted([key])
-                    self._end([key])
-                continue
-            except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
-                is_safe = False
-                self._failures, self._error = self._failures + 1, said(error)
-                self._warn(key, self._error)
-            pause_s = _FIRST_LOOK_S if self._held_bytes != held else pause_s * _GROWTH
-            with self._changed:
-                if is_safe:
-                    self._replication.secured(key)
-                    self._end([k for k in self._waiting if k <= key], replicated=key)
-                elif self._watchdog.is_over():
-                    self._replication.failed(key)
-                if self._replication.target != key:
-                    pause_s = _FIRST_LOOK_S
-                    self._watchdog.moved()
-                self._changed.wait_for(lambda: self._closed, min(pause_s, _MOST_LOOK_S))
+                self._changed.wait_for(lambda: self._closed, self._pause_s)
 
-    def _copy(self, key: CheckpointKey) -> bool:
-        """Ask all hosts that lack a file to copy it; return whether none does.
+    def _look(self) -> bool:
+        """Copy the target, if there is one; return whether to look again after `_pause_s`."""
+        with self._changed:
+            key = self._replication.target
+            if key is None or self._closed:
+                self._running = False
+                self._changed.notify_all()
+                return False
+        held, uid = self._held_bytes, ""
+        try:
+            uid = self._copy(key)
+        except BlobNotFoundError:  # the checkpoint was deleted
+            with self._changed:
+                self._replication.deleted([key])
+                self._end([key])
+            return True
+        except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
+            self._failures, self._error = self._failures + 1, said(error)
+            self._warn(key, self._error)
+        with self._changed:
+            # Meanwhile, the step may have been deleted and saved again.
+            if uid and self._waiting.get(key, (uid,))[0] == uid:
+                self._replication.secured(key)
+                self._end([k for k in self._waiting if k <= key], replicated=key)
+            elif self._watchdog.is_over():
+                self._replication.failed(key)
+            if self._replication.target != key:
+                self._watchdog.moved()
+            if self._held_bytes != held or self._replication.target != key:
+                self._pause_s = _FIRST_LOOK_S
+            else:
+                self._pause_s = min(self._pause_s * _GROWTH, _MOST_LOOK_S)
+        return True
+
+    def _copy(self, key: CheckpointKey) -> str:
+        """Ask all hosts that lack a file to copy it; return the uid if none does, else "".
 
         Raises:
             BlobNotFoundError: The checkpoint does not exist.
@@ -268,11 +279,11 @@ class _Lead:
         name = commit_name(*key)
         record = read_commit(self._place, name)
         files = files_of(self._place, record)
+        is_whole = has_data(self._place, record)
         holdings, groups = holdings_of(self._place, record)
-        for host in holdings.counting:
+        for host in sorted(holdings.counting):
             if name not in holdings.roots[host].files:  # its publish has failed
-                data = self._place.read_record(name, limit_bytes=files[name])
-                roots[int(host)].backend.publish(name, data)
+                self._place.publish_again(name, roots[int(host)])
         held = sum(size for root in holdings.roots.values() for size in root.files.values())
         if held != self._held_bytes:
             self._held_bytes, self._failures = held, 0
@@ -284,9 +295,11 @@ class _Lead:
                 (roots[int(host)].ask or self._order)("pull", Order(name, wanted).encoded())
             except PenstockError as error:
                 failure = error
+        if failure is None and not is_whole:
+            failure = StorageError("not all of its files are on the hosts of this job")
         if failure is not None:
             raise failure
-        return not holdings.unsafe(files, groups)
+        return "" if holdings.unsafe(files, groups) else record.uid
 
     def _end(
         self, keys: Iterable[CheckpointKey], *, replicated: CheckpointKey | None = None
@@ -337,6 +350,6 @@ def holdings_of(place: HostRoots, record: CommitRecord) -> tuple[Holdings, HostG
         sizes = sizes_below(root.backend, (record.uid, *record.references))
         with suppress(BlobNotFoundError):
             sizes[name] = root.backend.stat(name).size_bytes
-        listings.append(RootListing(str(number), Epoch(root.epoch), frozenset(), sizes))
+        listings.append(RootListing(str(number), root.epoch, sizes))
     domains = {str(number): root.domain for number, root in enumerate(place.roots)}
     return Holdings(listings), group_hosts(domains, place.copies)

@@ -70,3 +70,10 @@ def test_a_rewind_makes_an_older_checkpoint_the_newest_safe_one():
     assert replication.deletable(ALL) == []
     replication.committed((2, 0))
     assert replication.target == (2, 0)
+
+
+def test_a_checkpoint_that_is_saved_again_is_copied_again():
+    replication = Replication(keys(1, 2), ())
+    replication.committed((2, 0))
+    assert replication.target == (2, 0)
+    assert replication.deletable(ALL) == []

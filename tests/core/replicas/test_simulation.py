@@ -12,20 +12,20 @@ MANY = 10_000
 def test_no_promise_breaks_in_worlds_of_hosts_drawn_from_seeds(chunk):
     counts = explore(range(chunk, SEEDS, CHUNKS))
     print(counts)
-    for what in ("replicated", "kept", "deleted", "rewound", "pruned", "drained", "postponed"):
+    for what in ("replicated", "kept", "deleted", "rewound", "pruned", "drained", "errors"):
         assert counts[what], what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", range(20))
+@pytest.mark.parametrize("chunk", range(100))
 def test_no_promise_breaks_in_many_worlds_of_hosts(chunk):
-    explore(range(SEEDS + chunk, MANY + SEEDS, 20))
+    explore(range(SEEDS + chunk, MANY + SEEDS, 100))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_promise_breaks_with_many_hosts(seed):
-    counts = World(seed, hosts=(100, 300, 1000)[seed]).run(30.0).counts
+    counts = World(seed, hosts=(100, 300, 1000)[seed]).run(10.0).counts
     assert counts["committed"]
 
 

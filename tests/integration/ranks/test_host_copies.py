@@ -244,6 +244,31 @@ def test_rewind_leaves_the_newest_replicated_checkpoint(hosts):
     assert hosts.restore("bx") == 2
 
 
+def test_step_that_is_saved_again_after_a_rewind_is_replicated(hosts):
+    ready = threading.Barrier(2)
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1, 2)
+        ready.wait(60)
+        if rank == 0:
+            ckpt.rewind(1)
+        ready.wait(60)
+        return replicated(ckpt, rank, count, 2)
+
+    assert hosts.run("ab", work) == [[True]] * 2
+
+
+def test_job_protects_all_checkpoints_that_it_finds(hosts):
+    """Even while a host does not answer, so that its checkpoints cannot be listed again."""
+    hosts.run("ab", lambda *of: replicated(*of, 1, 2))
+
+    def work(ckpt, rank, _):
+        ckpt.steps()
+        return rank or ckpt._copies._lead._replication.known
+
+    assert hosts.run("ab", work)[0] == {(1, 0), (2, 0)}
+
+
 def test_overwrite_of_an_earlier_step_is_not_replicated(hosts):
     def work(ckpt, rank, count):
         replicated(ckpt, rank, count, 1, 2)

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 from contextlib import closing
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from tests.integration.ranks.saving import Job
 from tests.integration.ranks.test_processes import JOIN, LIMIT_S, end, start
+from tests.integration.training import Gate
 
 from penstock import Checkpointer, ConfigError, Shard
 from penstock.backends.hosts import HostsBackend, HostsConfig
 from penstock.backends.posix import PosixBackend, PosixConfig
 from penstock.backends.tiered import TieredBackend, TieredConfig
-from penstock.core.abc import HostRoot
+from penstock.core.abc import HOST_NAME, HostRecord, HostRoot, encode_host, read_host
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.cli.commands.ls import list_run
 from penstock.core.errors import (
@@ -498,6 +500,55 @@ def test_old_root_keeps_its_records_until_it_has_the_new_ones(tmp_path):
     assert [info.name[-1] for info in older.list("commits/")] == ["1"]
     roots.publish("commits/00000000000000000003", b"3")
     assert [info.name[-1] for info in older.list("commits/")] == ["2", "3"]
+
+
+@pytest.mark.parametrize("same_job", [False, True])
+def test_new_root_can_be_used_after_an_interrupted_first_change(tmp_path, same_job):
+    used, new = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b"))
+    used.publish(HOST_NAME, encode_host(HostRecord("a", 2, ("a",), "")))
+    used.publish("commits/00000000000000000001", b"1")
+    used.publish("commits/00000000000000000002", b"2")
+
+    def job():
+        roots = HostsBackend(HostsConfig(path="", experimental=True), root=used)
+        epochs = [getattr(read_host(root), "epoch", 0) for root in (used, new)]
+        others = [HostRoot("b", epochs[1], new)]
+        roots.join(HostRoot("a", epochs[0], used), others, leads=True)
+        return roots
+
+    roots = job()
+    new.fail("publish", match="2")
+    with pytest.raises(StorageError):
+        roots.publish("commits/00000000000000000003", b"3")
+    (roots if same_job else job()).publish("commits/00000000000000000003", b"3")
+    assert [info.name[-1] for info in new.list("commits/")] == ["1", "2", "3"]
+
+
+def test_record_that_is_deleted_meanwhile_is_not_published_again(tmp_path):
+    own, other, gate = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b")), Gate()
+    root = HostRoot("b", 2, other)
+    roots = HostsBackend(HostsConfig(path="", experimental=True), root=own)
+    roots.join(HostRoot("a", 2, own), [root], leads=False)
+    own.publish("commits/1", b"1")
+    held = other.block("publish", gate)
+    publishing = threading.Thread(target=roots.publish_again, args=("commits/1", root))
+    publishing.start()
+    assert held.reached.wait(60)
+    deleting = threading.Thread(target=roots.delete, args=(["commits/1"],))
+    deleting.start()
+    deleting.join(2)  # without the lock, it is over
+    gate.set()
+    publishing.join(60)
+    deleting.join(60)
+    assert not other.list("commits/")
+
+
+def test_truncated_file_does_not_hide_the_durable_checkpoint(tmp_path):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
+    tiers.save("ab", 1, 2)
+    for path in tiers.root("a").glob("data/*/blobs/*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert tiers.restore("ab") == 2
 
 
 def test_pins_survive_the_host_that_wrote_them(hosts):
