@@ -168,7 +168,7 @@ class Catalog:
         for number, names in reversed(self.entries().items()):
             for name in names if number > step else ():
                 with suppress(BlobNotFoundError, DamagedError):
-                    if self.incompleteness(read_commit(self._backend, name)):
+                    if self.incompleteness(self._commit(name)):
                         log.warning("deleting incomplete step %d: step %d was saved", number, step)
                         self._delete([name])
 
@@ -579,11 +579,23 @@ class Catalog:
                 entries = None  # deleted or overwritten after the listing: list again
         raise unreadable(self._backend, name)
 
+    def _commit(self, name: str) -> CommitRecord:
+        """Read a commit record: the first one whose files are all there, if tiers have several."""
+        first = read_commit(self._backend, name)
+        places = places_of(self._backend)[1:]
+        if places and host_roots(self._backend) and self.incompleteness(first):
+            for place in places:
+                with suppress(BlobNotFoundError, DamagedError):
+                    other = read_commit(place, name)
+                    if other.uid != first.uid and has_data(place, other):
+                        return other
+        return first
+
     def _current(self, names: Sequence[str]) -> CommitRecord:
-        newest = read_commit(self._backend, names[-1])
+        newest = self._commit(names[-1])
         if len(names) > 1 and (why := self.incompleteness(newest)):
             for name in reversed(names[:-1]):
-                older = read_commit(self._backend, name)
+                older = self._commit(name)
                 if not self.incompleteness(older):
                     log.warning("%s; an older generation is used", why)
                     return older

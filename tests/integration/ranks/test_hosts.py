@@ -636,3 +636,23 @@ def test_host_that_dies_ends_the_restore_by_name(tmp_path, how, kind):
             assert [equal for equal, _, _ in reports] == ["True", "True"]
     finally:
         end(processes)
+
+
+def test_incomplete_checkpoint_does_not_hide_a_whole_one_of_the_same_step(tmp_path):
+    ours = Hosts(tmp_path / "ours", durable=str(tmp_path / "ours" / "durable"))
+    theirs = Hosts(tmp_path / "theirs", durable=str(tmp_path / "theirs" / "durable"))
+    ours.save("ab", 1)
+    theirs.save("cd", 1, 2)
+    for folder in ("commits", "data"):
+        shutil.rmtree(tmp_path / "ours" / "durable" / folder)
+        shutil.copytree(
+            tmp_path / "theirs" / "durable" / folder, tmp_path / "ours" / "durable" / folder
+        )
+    ours.lose("b")  # step 1 of this run is incomplete, and the durable tier has another one
+    assert ours.restore("ax", 1) == 1
+    assert ours.restore("ax") == 2
+    ours.run("ax", rewind_to(1))
+    ours.save("ax", 2)
+    with Checkpointer(tmp_path / "ours" / "durable") as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.verify(1).ok
