@@ -47,10 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-_LANDING = "/pulled/"
-"""The folder of blobs that are being copied, instead of `/blobs/`."""
-
-_BUFFER_BYTES = 32 << 20
 _FAILURES = 5  # without progress, after which `settle` waits no longer
 _FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
 _KIND = "replicas"  # for `ToldDrains`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 from collections import defaultdict
 from contextlib import suppress
@@ -270,9 +271,9 @@ def _pull(place: HostRoots, order: Order, task: _HostTask) -> None:
         (BlobTransfer(blob, place, landing) for blob in blobs),
         own,
         bytes_per_s=place.copy_bytes_per_s,
-        sealed=lambda name: own.rename(_landing(name), name),
+        sealed=lambda name: own.rename(landing.landing(name), name),
     )
-    own.delete([_landing(blob.name) for blob in blobs])  # removes the empty folder
+    own.delete([landing.landing(blob.name) for blob in blobs])  # removes the empty folder
     for name, data in source.records(lacking):
         own.publish(name, data)
 
@@ -454,12 +455,19 @@ class _Progress:
 
 
 class _Landing(DelegatingBackend):
-    """Creates blobs under names that no reader looks for, until they are whole."""
+    """Creates blobs under names that no reader looks for, until they are whole.
+
+    Each copy has its own names: a process that was stopped may continue, and rename its file, while
+    the next job copies the same blob.
+    """
+
+    def __init__(self, own: Backend, /) -> None:
+        super().__init__(own)
+        self._token = secrets.token_hex(8)
 
     def create(self, name: str, /, *, size_hint: int | None = None) -> BlobWriter:
-        return super().create(_landing(name), size_hint=size_hint)
+        return super().create(self.landing(name), size_hint=size_hint)
 
-
-def _landing(name: str) -> str:
-    folder, leaf = name.rsplit("/", 1)
-    return f"{folder.rsplit('/', 1)[0]}{_LANDING}{leaf}"
+    def landing(self, name: str) -> str:
+        folder, leaf = name.rsplit("/", 1)
+        return f"{folder.rsplit('/', 1)[0]}{_LANDING}{leaf}-{self._token}"

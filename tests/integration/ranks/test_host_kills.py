@@ -26,7 +26,7 @@ def say(*words):
 
 """
 )
-SAVED = (
+HOST = (
     BEGIN
     + """
 def state_of(step):
@@ -35,15 +35,22 @@ def state_of(step):
     mine = rows[rank * size : (rank + 1) * size].clone()
     return {"w": penstock.Shard(mine, (48, 4096), (rank * size, 0)), "step": step}
 
+def resume(ckpt):
+    state = state_of(-1)
+    first = ckpt.resume(state)
+    whole = torch.equal(state["w"].tensor, state_of(first - 1)["w"].tensor)
+    say("restored", first - 1, whole and state["step"] == first - 1)
+    return first
+"""
+)
+SAVED = (
+    HOST
+    + """
 backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1, "experimental": True}
 ckpt = penstock.Checkpointer(
     {**backend, "copy_bytes_per_s": 1 << 20}, rank_timeout_s=60, retention={"keep_last": 2}
 )
-state = state_of(-1)
-first = ckpt.resume(state)
-whole = torch.equal(state["w"].tensor, state_of(first - 1)["w"].tensor)
-say("restored", first - 1, whole and state["step"] == first - 1)
-for step in range(first, 1 << 20):
+for step in range(resume(ckpt), 1 << 20):
     handle = ckpt.save(state_of(step), step)
     handle.committed.add_done_callback(lambda done, step=step: say("committed", step))
     handle.replicated.add_done_callback(
