@@ -528,11 +528,14 @@ class Catalog:
         kept: set[int] = set()
         tiers = [tier.backend for tier in self._backend.tiers]
         for one in tiers:
-            here = {record.uid for record in survey_records(one).records.values()}
-            marks = {u for u in here if one is not tiers[-1] and is_listed(one, mark_name(u))}
-            having = sorted(step for step, record in whole.items() if record.uid in here)
-            kept |= self._newest(whole, having, keep_last, partial(self._look, one))
-            kept |= {*[step for step in having if whole[step].uid in marks][:1]}
+            records = survey_records(one).records.values()
+            # Of each step the generation of this tier, which an overwrite may not have reached yet.
+            mine = {r.step: r for r in sorted(records, key=lambda r: (r.step, r.generation))}
+            kept |= self._newest(mine, [*mine], keep_last, partial(self._look, one))
+            if one is not tiers[-1]:
+                uids = {record.uid for record in records}
+                left = [s for s, r in sorted(whole.items()) if r.uid in uids]
+                kept |= {*[s for s in left if is_listed(one, mark_name(whole[s].uid))][:1]}
         return kept
 
     def prune(

@@ -13,6 +13,8 @@ import penstock
 from penstock import NotDrainedError, SaveSkippedError, StorageError
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.concurrency.timing import current_timing
+from penstock.core.concurrency.workers import Workers
+from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.format.commit_record import encode_intent
 from penstock.core.format.records import IntentRecord, intent_name
 from penstock.core.tiers.whereabouts import pending
@@ -462,3 +464,24 @@ def test_by_configuration_alone(tmp_path, monkeypatch):
     assert len(list((tmp_path / "fast/commits").iterdir())) == 1
     with penstock.Checkpointer.from_config(config) as ckpt:
         assert same(ckpt.load(1)["model"]["weight"], model.weight.detach())
+
+
+def test_retention_keeps_the_newest_durable_step_although_it_is_overwritten(places):
+    durable = FaultyBackend(places.durable)
+    durable.fail("create", times=None)
+    with places.open(durable=durable, retention={"keep_last": 1}) as ckpt:
+
+        def save(step, **options):
+            ckpt.save({"x": step}, step, **options).committed.result(300)
+            ckpt.wait()
+
+        save(1)  # waits for its copy, and stays until then
+        save(2)
+        record = Catalog(places.fast).record(2)
+        CheckpointCopy(places.fast, places.durable, record, workers=Workers(1), grace_s=60).run()
+        save(2, overwrite=True)
+        save(3)
+        save(4)
+        assert ckpt.steps() == [1, 2, 4]
+        assert places.steps()[1] == [2]
+        durable.clear()
