@@ -114,15 +114,14 @@ class _Job:
     """The ranks that run one command."""
 
     def __init__(self, url: str, backend: Backend) -> None:
-        import torch.distributed as dist  # noqa: PLC0415 - other commands do without torch
-
+        # Most commands run as one process, and need none of these.
         from penstock.core.config.model import load_config  # noqa: PLC0415
         from penstock.core.hosts.joining import RootsOfJob  # noqa: PLC0415
         from penstock.core.ranks.group import RanksOfJob  # noqa: PLC0415
+        from penstock.core.ranks.torch_job import initialize  # noqa: PLC0415
 
         config = load_config(url if is_configuration(url) else {"backend": url})
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
+        initialize()
         self._ranks = RanksOfJob(None, config=config, url=backend.url)
         self._roots: RootsOfJob = RootsOfJob(
             backend, self._ranks, network=config.rank_network, order=_refuse
