@@ -169,6 +169,9 @@ class HostsBackend(HostRoots):
         if record is None:
             return ()
         here = {record.host, *(root.host for root in self._roots)}
+        # A host may have another name in each job, as pods do.
+        now = (read_host(root.backend) for root in self._roots if root.epoch == newest.epoch)
+        here |= {there.host for there in now if there is not None}
         return tuple(sorted({*record.hosts} - here))
 
     def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:

@@ -13,6 +13,7 @@ import sys
 from typing import NoReturn
 
 from penstock.core.cli.app import app, errors, log_visibly
+from penstock.core.cli.job import ending_job
 from penstock.core.cli.output.render import visible, visible_lines, wrapped
 from penstock.core.cli.output.runs_on_disk import OPENING, quiet
 from penstock.core.errors import PenstockError
@@ -26,6 +27,11 @@ def main() -> None:
     """
     errors.exit_code = 1  # a program may call `main` again after `diff`, which sets 2
     log_visibly()
+    with ending_job():
+        _run()
+
+
+def _run() -> None:
     try:
         try:
             # The warning about a missing io_uring does not help here: `doctor` checks for it, and

@@ -281,6 +281,13 @@ def _place_among(members: tuple[int, ...], rank: int, world_size: int) -> RankPl
     return RankPlace(members.index(rank), len(members), members=members)
 
 
+def initialize() -> None:
+    """Join the job that the environment announces, as torchrun does; do nothing if it is joined."""
+    distributed: Any = import_module("torch.distributed")
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+
+
 def missing_job() -> str:
     """Return a remedy if the environment announces several ranks but none can be found.
 

@@ -31,6 +31,8 @@ delete CHAIN 1 --yes
 ls CHAIN
 ls DAMAGED
 ls TIERS
+ls HOSTS
+show HOSTS
 show CHAIN --stats
 show LOSSY
 show CHAIN --by codec
@@ -97,8 +99,11 @@ def places(tmp_path):
         ckpt.save({"b": torch.ones(5)}, 1, mode="blocking")
     better = row("engine", "workers", 1, *[figures(150)] * 2)
     write_report(tmp_path / "BENCH", f"file://{tmp_path}/CHAIN", better)
+    hosts = f"hosts://{tmp_path}/hosts?experimental=true"
+    with penstock.Checkpointer(hosts) as ckpt:
+        ckpt.save({"b": torch.ones(5)}, 1, mode="blocking")
     tiers = f"tiered://?fast={tmp_path}/tiers/fast&durable={tmp_path}/tiers/durable"
-    return {"TIERS": tiers} | {name: tmp_path / name for name in names}
+    return {"TIERS": tiers, "HOSTS": hosts} | {name: tmp_path / name for name in names}
 
 
 def test_keys_are_those_of_the_file(places, capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +12,14 @@ from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
-from penstock.core.cli.app import DryRun, Json, Url, Yes, ask, command, time_of
+from penstock.core.cli.app import AsGiven, DryRun, Json, Yes, ask, command, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
+from penstock.core.cli.job import check_all_joined, open_run
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import ConfigError, DamagedError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
-from penstock.core.storage.open import open_backend
 from penstock.core.units import SECONDS, counted, size_text
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class DeletedStep:
 
 @command("delete")
 def delete(
-    url: Url,
+    url: AsGiven,
     steps: Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="Which checkpoints.")],
     *,
     dry_run: DryRun = False,
@@ -81,7 +80,7 @@ def delete(
       penstock delete runs/gpt 100 --yes
     """
     chosen = sorted(set(steps))
-    with closing(open_backend(url, must_exist=True, light=True)) as whole:
+    with open_run(url) as whole:
         backend = whole if tier is None else _tier(whole, tier)
         others = [one.backend for one in whole.tiers if one.name != tier]
         elsewhere = [] if tier is None else others
@@ -104,6 +103,8 @@ def delete(
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
+        if not dry_run:
+            check_all_joined(backend)
         if dry_run:
             freed = data_bytes(backend, _unneeded(backend, chosen))
         else:
@@ -254,7 +255,7 @@ def _left(steps: Sequence[int]) -> str:
 
 @command("prune")
 def prune(
-    url: Url,
+    url: AsGiven,
     *,
     dry_run: DryRun = False,
     grace_s: Annotated[
@@ -290,7 +291,7 @@ def prune(
       penstock prune runs/gpt
       penstock prune runs/gpt --grace 1h
     """
-    with closing(open_backend(url, must_exist=True, light=True)) as backend:
+    with open_run(url) as backend:
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
         # Overwritten generations are deleted too, but the report does not count their bytes: those

@@ -9,7 +9,7 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -25,7 +25,8 @@ from penstock.core.catalog.lender_report import (
 )
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import data_by_uid, find_unrecorded
-from penstock.core.cli.app import Json, Url, command
+from penstock.core.cli.app import AsGiven, Json, command
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import (
     Cell,
     Column,
@@ -42,10 +43,18 @@ from penstock.core.cli.output.render import (
     warn,
 )
 from penstock.core.cli.output.runs_on_disk import named_root, run_around, runs_below, tiers_quiet
+from penstock.core.cli.output.shares import (
+    Spread,
+    hosts_json,
+    hosts_seen,
+    joined_place,
+    print_hosts,
+    spread_cell,
+    spread_of,
+)
 from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.segments import last_step, logs_of
-from penstock.core.storage.open import open_backend
 from penstock.core.suggest import nearest
 from penstock.core.tiers.whereabouts import pending
 from penstock.core.types import show_value
@@ -83,6 +92,7 @@ class Listed:
             without a record.
         bytes_logged: The bytes of the checkpoint's log.
         incomplete: Whether some files of the checkpoint are on hosts that are not part of this job.
+        spread: Which host holds which files, if the roots of several hosts are joined.
     """
 
     step: int
@@ -93,11 +103,12 @@ class Listed:
     notes: Notes | None = None
     bytes_logged: int = 0
     incomplete: bool = False
+    spread: Spread | None = None
 
 
 @command("ls")
 def ls(
-    url: Url,
+    url: AsGiven,
     *,
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Print all of each checkpoint's metadata.")
@@ -132,7 +143,7 @@ def ls(
         jq '.checkpoints[] | select(.state == "ok") | .step'
     """
     wanted = tuple(filter(None, metrics.split(",")))
-    with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
+    with tiers_quiet(), open_run(url) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
@@ -143,6 +154,7 @@ def ls(
         ]
         waiting, logs = _unrecorded(answering if tiered else [backend], listed)
         shown = [replace(one, bytes_logged=logs.get(_uid(one), 0)) for one in shown]
+        shown, seen = with_spreads(shown, backend), hosts_seen(backend)
         records = [one.record for one in listed if one.record is not None]
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
@@ -151,6 +163,7 @@ def ls(
         logged, log_error = (None, "") if newest is None else _logged(fastest, newest)
         if as_json:
             found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
+            found |= hosts_json(seen)
             found["checkpoints"] = [_as_json(one, tiered=tiered) for one in shown]
             found["unrecorded"] = waiting
             found["kept"] = [
@@ -164,11 +177,13 @@ def ls(
         if not listed:
             where = "in the tiers that answer," if silent else "under"
             print_line(f"no checkpoints {where} {backend.url}")
+            print_hosts(seen)
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
     lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
     print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
+    print_hosts(seen)
     for one in shown:
         if one.error:
             print_line(f"step {one.step}: {one.error}", style="red")
@@ -260,6 +275,8 @@ def _columns(
     yield Column("STATE", lambda one: state_cell(_state_of(one)))
     if tiered:
         yield Column("TIERS", _tiers_text, keep=6)
+    if any(one.spread for one in listed):
+        yield Column("HOSTS", lambda one: spread_cell(one.spread), keep=6)
     if any(notes.tags for notes in noted):
         yield Column("TAGS", lambda one: " ".join(one.notes.tags) if one.notes else "", keep=4)
     for name in metrics:
@@ -355,6 +372,19 @@ def list_run(backend: Backend) -> list[Listed]:
     ]
 
 
+def with_spreads(listed: Sequence[Listed], backend: Backend) -> list[Listed]:
+    """Add which host holds which files, if the roots of several hosts are joined."""
+    place = joined_place(backend)
+    found = []
+    for one in listed:
+        spread = None
+        if place is not None and one.record is not None:
+            with suppress(StorageError):  # reported as a tier that does not answer
+                spread = spread_of(place, one.record)
+        found.append(replace(one, spread=spread))
+    return found
+
+
 def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
     """Return every step of all tiers that answer, ascending.
 
@@ -409,6 +439,7 @@ def _as_json(one: Listed, *, tiered: bool) -> dict[str, Any]:
         return {"step": one.step, "state": "damaged", "error": one.error}
     more: dict[str, Any] = {"tiers": list(one.tiers), "waiting": one.waiting} if tiered else {}
     more["bytes_logged"] = one.bytes_logged
+    more |= hosts_json(None, one.spread)
     return {"step": one.step, "state": _state_of(one), **record_json(one.record, one.notes), **more}
 
 

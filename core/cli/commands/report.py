@@ -9,11 +9,11 @@ import importlib
 import json
 import os
 import time
-from contextlib import closing
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from html import escape
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +22,10 @@ import typer
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import NotesOfRun
 from penstock.core.catalog.survey import places_of, read_intent
-from penstock.core.cli.app import Json, Step, Url, command
-from penstock.core.cli.commands.ls import Listed, created_s, list_run, list_tiers
+from penstock.core.cli.app import AsGiven, Json, Step, command
+from penstock.core.cli.commands.ls import Listed, created_s, list_run, list_tiers, with_spreads
 from penstock.core.cli.commands.show import Shown, describe
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.figures import Sum, grown, total
 from penstock.core.cli.output.render import (
     metadata_text,
@@ -34,9 +35,9 @@ from penstock.core.cli.output.render import (
     visible,
 )
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.cli.output.shares import hosts_seen
 from penstock.core.errors import BlobNotFoundError, ConfigError, DamagedError, StorageError
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.storage.open import open_backend
 from penstock.core.types import show_segment
 from penstock.core.units import SECONDS, counted, size_text
 
@@ -45,11 +46,18 @@ if TYPE_CHECKING:
 
     from penstock.core.abc import Backend
     from penstock.core.cli.output.figures import Branch
+    from penstock.core.cli.output.shares import HostNames, HostShare
     from penstock.core.format.records import CommitRecord
 
 Chart = dict[str, Any]
 
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
+_SHARES = {
+    "holds its files": (_BLUE, "square"),
+    "has to copy files": (_OCHRE, "square"),
+    "missed the last job": (_GREY, "square"),
+    "absent": (_RED, "x"),
+}
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
 _LEAST_PART = 1 / 1000  # of the whole: smaller boxes look like lines, and may be millions
@@ -98,7 +106,7 @@ th {{ border-bottom: 1px solid #9aa5b1; }}
 
 @command("report")
 def report(
-    url: Url,
+    url: AsGiven,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The HTML file to write.")],
     *,
     step: Step = None,
@@ -217,6 +225,8 @@ def _sections(facts: RunFacts) -> Iterator[tuple[str, str, Chart]]:
         yield "Chains of deltas", text, chains(facts)
     if facts.tiers:
         yield "Tiers", "The tiers that have a whole copy of each checkpoint.", tiers(facts)
+    if any(one.spread for one in facts.listed):
+        yield "Hosts", _about_hosts(facts), hosts(facts)
 
 
 def _about_times(facts: RunFacts) -> str:
@@ -246,6 +256,17 @@ def _about_gaps(facts: RunFacts) -> str:
     return (
         "The time between the commits of neighboring checkpoints; deleted ones between them "
         f"make it longer. The longest is {longest / length:.3g} {unit}, before step {step}."
+    )
+
+
+def _about_hosts(facts: RunFacts) -> str:
+    states = Counter(one.spread.state for one in facts.listed if one.spread)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    note = "" if facts.hosts is None else facts.hosts.note()
+    return (
+        "The hosts that hold files of each checkpoint, and those that must still copy some. The "
+        f"records of a host that missed the last job do not count. Checkpoints: {counts}."
+        + (f" {note.capitalize()}." if note else "")
     )
 
 
@@ -309,6 +330,7 @@ class RunFacts:
             commit.
         times: By uid, the times in events.
         unread: The number of lines in the event files that are not events.
+        hosts: The hosts whose roots are open; None for a run that has no roots on hosts.
     """
 
     url: str
@@ -320,6 +342,7 @@ class RunFacts:
     commit_s: dict[str, float]
     times: dict[str, SaveTimes]
     unread: int
+    hosts: HostNames | None = None
 
     @property
     def records(self) -> list[CommitRecord]:
@@ -339,7 +362,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
         PenstockError: The run or a file cannot be read, or the run has no checkpoint.
     """
     times, unread = read_events(events)
-    with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
+    with tiers_quiet(), open_run(url) as backend:
         silent = dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if backend.tiers else list_run(backend)
         answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
@@ -354,8 +377,18 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
         without = [one for one in listed if one.record and one.record.uid not in times]
         commit_s = commit_seconds(answering or places_of(backend), without)
         tiers = tuple(tier.name for tier in backend.tiers)
+        listed, seen = with_spreads(listed, backend), hosts_seen(backend)
         return RunFacts(
-            backend.url, tuple(listed), tiers, silent, number, objects, commit_s, times, unread
+            backend.url,
+            tuple(listed),
+            tiers,
+            silent,
+            number,
+            objects,
+            commit_s,
+            times,
+            unread,
+            seen,
         )
 
 
@@ -542,6 +575,39 @@ def tiers(facts: RunFacts) -> Chart:
     axis = {"type": "category", "categoryorder": "array"}
     names = [shown(name) for name in reversed(facts.tiers)]
     return _chart(traces, yaxis={**axis, "categoryarray": names}, height=200)
+
+
+def hosts(facts: RunFacts) -> Chart:
+    """Return a chart of the hosts that hold files of each checkpoint."""
+    points: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    names: dict[str, None] = {}
+    for one in facts.listed:
+        for share in one.spread.shares if one.spread else ():
+            names[share.host] = None
+            if state := _share_state(share):
+                points[state].append((str(one.step), share.host))
+    for step, host in product(facts.listed, facts.hosts.absent if facts.hosts else ()):
+        names[host] = None
+        points["absent"].append((str(step.step), host))
+    traces = []
+    for state, (color, symbol) in _SHARES.items():
+        if points[state]:
+            marker = {"symbol": symbol, "size": 11, "color": color}
+            xs, ys = [x for x, _ in points[state]], [shown(y) for _, y in points[state]]
+            trace = {"type": "scatter", "mode": "markers", "name": state, "x": xs, "y": ys}
+            traces.append({**trace, "marker": marker})
+    axis = {"type": "category", "categoryorder": "array"}
+    order = [shown(name) for name in sorted(names, reverse=True)]
+    height = max(200, 120 + 24 * len(names))
+    return _chart(traces, yaxis={**axis, "categoryarray": order}, height=height)
+
+
+def _share_state(share: HostShare) -> str:
+    if share.missing:
+        return "has to copy files"
+    if not share.bytes_held:
+        return ""
+    return "holds its files" if share.current else "missed the last job"
 
 
 def _waits(one: Listed, tier: str) -> bool:

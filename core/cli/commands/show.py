@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -21,11 +20,11 @@ from penstock.core.cli.app import (
     Include,
     Json,
     Step,
-    backend_of,
     command,
     is_configuration,
 )
 from penstock.core.cli.commands.ls import record_json
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.figures import (
     Branch,
     Stats,
@@ -47,6 +46,7 @@ from penstock.core.cli.output.render import (
     ratio_text,
     value_text,
 )
+from penstock.core.cli.output.shares import host_facts, hosts_json, print_hosts
 from penstock.core.errors import DamagedError
 from penstock.core.format.records import blob_uid
 from penstock.core.log.inventory import LogInfo, log_info, noting
@@ -54,7 +54,6 @@ from penstock.core.pipeline.auto import class_of
 from penstock.core.reporting.reports import LendingSave
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.restore.specs import Rounding, storage_of
-from penstock.core.storage.open import open_backend
 from penstock.core.tree.paths import show_path
 from penstock.core.tree.select import Selection
 from penstock.core.types import Kind, show_segment
@@ -178,7 +177,7 @@ def show(  # noqa: PLR0913 - its options
         _check_grouping(url, by, objects=tree is not None or depth is not None or stats)
     selection = Selection(include or None, exclude or None)
     group_of = None if by is None else _grouping(by, url)
-    with closing(open_backend(backend_of(url), must_exist=True, light=not stats)) as backend:
+    with open_run(url, light=not stats) as backend:
         if step is None:
             step = Catalog(backend).require_latest()
         with noting(backend, Catalog(backend), step):
@@ -197,6 +196,7 @@ def show(  # noqa: PLR0913 - its options
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
         record = contents.record
         logged, log_error = _logged(backend, record.uid)
+        hosts = host_facts(backend, record)
     sums = [] if group_of is None else totals(one.as_sum(group_of(one)) for one in shown)
     if as_json:
         found: dict[str, Any] = {
@@ -212,7 +212,7 @@ def show(  # noqa: PLR0913 - its options
             found["objects"] = [_as_json(one, stats=stats) for one in shown]
         else:
             found |= {"by": by, "groups": [asdict(one) for one in sums]}
-        print_json(found)
+        print_json({**found, **hosts_json(*hosts)})
         return
     _print_head(record, notes, chain)
     if by is None:
@@ -221,6 +221,7 @@ def show(  # noqa: PLR0913 - its options
     else:
         print_sums(by.upper(), sums)
     _print_sum(record, shown)
+    print_hosts(*hosts)
     _print_rounding(shown)
     _print_choices(choices)
     _print_log(logged, log_error)

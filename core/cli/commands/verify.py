@@ -5,19 +5,25 @@ Tested in `tests/core/cli/test_cli.py`.
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import Json, Step, Url, command
+from penstock.core.catalog.survey import sizes_of
+from penstock.core.cli.app import AsGiven, Json, Step, command
+from penstock.core.cli.job import answers, open_run
 from penstock.core.cli.output.render import print_json, print_line, steps_text
+from penstock.core.cli.output.shares import joined_place
 from penstock.core.concurrency.workers import Workers, default_workers
-from penstock.core.errors import CheckpointNotFoundError, DamagedError
+from penstock.core.copy.confirmation import verify_blobs
+from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
 from penstock.core.log.inventory import noting
 from penstock.core.log.verification import with_log
@@ -25,14 +31,13 @@ from penstock.core.pipeline.loader import Loader
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.reporting.reports import Damage, VerifyReport
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.storage.open import open_backend
 from penstock.core.suggest import listed
 from penstock.core.tiers.drains import Drains
 from penstock.core.tiers.repairs import verify_and_repair
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.reporting.reports import LendingSave, Progress, Repair
@@ -41,11 +46,13 @@ if TYPE_CHECKING:
 _BLOB = re.compile(r"data/[0-9a-f]{32}/blobs/[A-Za-z0-9._-]*[A-Za-z0-9]")
 _TIER = re.compile(r"in tier [^ ]+: ")
 _SHOWN = 5
+# A host's report must fit in a value of the job's store.
+_LONGEST, _MOST_STEPS = 1000, 50
 
 
 @command("verify")
 def verify(
-    url: Url,
+    url: AsGiven,
     *,
     step: Step = None,
     every: Annotated[bool, typer.Option("--all", help="Verify every checkpoint.")] = False,
@@ -68,7 +75,8 @@ def verify(
 
     Also exits with 1 if a codec is not installed, since then not everything can be decoded. Lists
     all damage by the path of the object or the name of the record. With tiers, verifies the copy in
-    each tier. With --repair, repaired damage does not count.
+    each tier. Under torchrun, also verifies the files on each host. With --repair, repaired damage
+    does not count.
 
     Examples:
       penstock verify runs/gpt
@@ -82,7 +90,8 @@ def verify(
         raise typer.BadParameter(msg)
     reports: list[VerifyReport] = []
     light = not (deep or repair)
-    with closing(open_backend(url, must_exist=True, light=light)) as backend:
+    damage_here = partial(_damage_here, step=step, every=every, deep=deep)
+    with open_run(url, light=light, at_each_host=damage_here) as backend:
         with closing(Workers(default_workers())) as workers:
             loader, repairs = Loader(backend, workers), None
             if repair:
@@ -100,18 +109,22 @@ def verify(
                 if not as_json:
                     _print(report, backend.url, listed_uids=_damaged_uids(reports))
                 reports.append(report)
+        copies = _copies_on_hosts(backend, damage_here)
         ok = all(report.ok and not report.not_decoded for report in reports)
+        ok = ok and not any(one["damaged"] for one in copies)
         if as_json:
             found = [asdict(report) for report in reports]
-            print_json({"url": backend.url, "ok": ok, "reports": found})
-        elif every:
+            print_json({"url": backend.url, "ok": ok, "reports": found, "copies": copies})
+            return ok
+        _print_copies(copies)
+        if every:
             bad = sum(not report.ok for report in reports)
             part = sum(report.ok and bool(report.not_decoded) for report in reports)
             for link, steps in _links(reports).items():
                 need = "need" if steps[1:] else "needs"
                 print_line(f"{link} is damaged: {steps_text(steps)} {need} it", style="red")
-            more = f", {part} not decoded" if part else ""
-            print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{more}")
+            undecoded = f", {part} not decoded" if part else ""
+            print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{undecoded}")
     return ok
 
 
@@ -125,6 +138,45 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
         msg = f"no checkpoint under {backend.url}"
         raise CheckpointNotFoundError(msg)
     return steps[-1:]
+
+
+def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool) -> str:
+    """Verify the files on this host; return the damage by step, as JSON."""
+    found: dict[int, str] = {}
+    place = joined_place(backend)
+    assert place is not None
+    catalog = Catalog(backend)
+    with closing(Workers(default_workers())) as workers:
+        for number, record in catalog.records(_steps(backend, step, every=every)):
+            if isinstance(record, DamagedError):
+                continue  # rank 0 reports it
+            held = sizes_of(place.own, record)
+            only = held if deep else set[str]()
+            try:
+                verify_blobs(place, record, workers=workers, only=only)
+            except CheckpointGoneError:
+                continue
+            except DamagedError as error:
+                found[number] = str(error)[:_LONGEST]
+    return json.dumps(dict(list(found.items())[:_MOST_STEPS]))
+
+
+def _copies_on_hosts(backend: Backend, here: Callable[[Backend], str]) -> list[dict[str, Any]]:
+    """Return the damage on each host, after all hosts have verified their files."""
+    place = joined_place(backend)
+    if place is None:
+        return []
+    found = [(place.roots[0].host, 0, here(backend)), *answers()]
+    return [{"host": host, "rank": rank, "damaged": json.loads(a)} for host, rank, a in found]
+
+
+def _print_copies(copies: Sequence[Mapping[str, Any]]) -> None:
+    for one in copies:
+        for why in one["damaged"].values():
+            print_line(f"host {one['host']} of rank {one['rank']}: {why}", style="red")
+    if copies:
+        bad = sum(bool(one["damaged"]) for one in copies)
+        print_line(f"copies on {counted(len(copies), 'host')} verified, {bad} damaged")
 
 
 def _verified(

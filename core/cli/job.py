@@ -1,0 +1,185 @@
+"""Opens the run of a command; as one of several ranks, with the roots of all hosts.
+
+Under torchrun, every rank starts the same command. Rank 0 runs it. The other ranks serve their
+roots until rank 0 ends, print nothing, and exit with the code of rank 0.
+
+Tested in `tests/core/cli/test_hosts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import typer
+
+from penstock.core.abc import host_roots
+from penstock.core.cli.app import backend_of, is_configuration
+from penstock.core.cli.output.shares import hosts_seen
+from penstock.core.errors import CoordinationError, PenstockError, StorageError
+from penstock.core.foreign import said
+from penstock.core.storage.open import open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.core.abc import Backend
+    from penstock.core.hosts.joining import RootsOfJob
+    from penstock.core.ranks.group import RankGroup
+
+_END_KEY = "command/end"
+_SHOWN = 3  # hosts that a message names
+
+_joined: list[_Job] = []  # at most one: a process runs one command
+
+
+@contextmanager
+def open_run(
+    url: str, *, light: bool = True, at_each_host: Callable[[Backend], str] | None = None
+) -> Iterator[Backend]:
+    """Open a run, which must exist.
+
+    In a job of several ranks, joins the roots of all hosts if the run has any. Then only rank 0
+    gets the run.
+
+    Args:
+        url: A path, a URL, or a configuration file.
+        light: As for `open_backend`.
+        at_each_host: Called with the run on each other rank; `answers` returns the results.
+
+    Raises:
+        typer.Exit: On ranks other than 0, after rank 0 has ended.
+        PenstockError: The run cannot be opened, or a rank did not join.
+    """
+    with closing(open_backend(backend_of(url), must_exist=True, light=light)) as backend:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and host_roots(backend):
+            job = _Job(url, backend)
+            _joined.append(job)
+            if job.rank:
+                raise typer.Exit(job.follow(backend, at_each_host))
+        try:
+            yield backend
+        except PenstockError as error:  # often because files are on hosts that are not shown
+            with suppress(PenstockError):
+                seen = hosts_seen(backend)
+                if seen is not None and (note := seen.note()):
+                    error.add_note(note)
+            raise
+
+
+def answers() -> list[tuple[str, int, str]]:
+    """Wait for each other rank; return its host, its number, and the result of `at_each_host`.
+
+    Raises:
+        StorageError: It has failed there.
+        CoordinationError: The store of the job cannot be reached.
+    """
+    return _joined[0].answers() if _joined else []
+
+
+@contextmanager
+def ending_job() -> Iterator[None]:
+    """End the job that the command has joined, if any, with the exit code of the command."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    finally:
+        while _joined:
+            _joined.pop().end(code)
+
+
+def check_all_joined(backend: Backend) -> None:
+    """Raise if hosts of the last job are absent: they may still need what a command deletes.
+
+    Raises:
+        StorageError: Hosts are absent.
+    """
+    for place in host_roots(backend).values():
+        if absent := place.absent():
+            msg = (
+                f"the hosts {', '.join(absent[:_SHOWN])} of the last job are absent, and may need "
+                "the data: nothing was deleted. Run the command under torchrun on all hosts, or "
+                "delete in a job without them, after its first save"
+            )
+            raise StorageError(msg)
+
+
+class _Job:
+    """The ranks that run one command."""
+
+    def __init__(self, url: str, backend: Backend) -> None:
+        # Most commands run as one process, and need none of these.
+        from penstock.core.config.model import load_config  # noqa: PLC0415
+        from penstock.core.hosts.joining import RootsOfJob  # noqa: PLC0415
+        from penstock.core.ranks.group import RanksOfJob  # noqa: PLC0415
+        from penstock.core.ranks.torch_job import initialize  # noqa: PLC0415
+
+        config = load_config(url if is_configuration(url) else {"backend": url})
+        initialize()
+        self._ranks = RanksOfJob(None, config=config, url=backend.url)
+        self._roots: RootsOfJob = RootsOfJob(
+            backend, self._ranks, network=config.rank_network, order=_refuse
+        )
+        self._roots.join()
+        group = self._ranks.of_restore()
+        assert group is not None  # WORLD_SIZE is above 1
+        self._group: RankGroup = group
+        self.rank = group.place.rank
+
+    def follow(self, backend: Backend, at_each_host: Callable[[Backend], str] | None) -> int:
+        """Serve the root of this host until rank 0 ends; return the exit code of rank 0."""
+        if at_each_host is not None:
+            try:
+                answer = {"answer": at_each_host(backend)}
+            except PenstockError as error:  # rank 0 reports it
+                answer = {"error": said(error)}
+            host = self._group.place.host
+            answer_key = _answer_key(self.rank)
+            self._group.coordination.post(answer_key, json.dumps([host, answer]).encode())
+        code = int(self._wait(_END_KEY))
+        self._roots.close()
+        return code
+
+    def answers(self) -> list[tuple[str, int, str]]:
+        found = []
+        for rank in range(1, self._group.place.world_size):
+            host, answer = json.loads(self._wait(_answer_key(rank)))
+            if "error" in answer:
+                msg = f"host {host} of rank {rank}: {answer['error']}"
+                raise StorageError(msg)
+            found.append((host, rank, answer["answer"]))
+        return found
+
+    def end(self, code: int) -> None:
+        with suppress(CoordinationError):  # the store of the job is gone, and the others see that
+            if not self.rank:
+                self._group.coordination.post(_END_KEY, b"%d" % code)
+                self._roots.close()
+            self._ranks.close()
+
+    def _wait(self, key: str) -> bytes:
+        """Wait for a value of another rank without a limit: that rank may read for hours.
+
+        Raises:
+            CoordinationError: The store of the job cannot be reached, as after rank 0 has died.
+        """
+        board = self._group.coordination
+        while (value := board.read([key])[0]) is None:
+            board.wait(key, self._group.timeout_s)
+        return value
+
+
+def _answer_key(rank: int) -> str:
+    return f"command/{rank:05d}"
+
+
+def _refuse(number: int, kind: str, body: bytes) -> bytes:
+    del number, body
+    msg = f"a command does not execute the order {kind!r}"
+    raise StorageError(msg)

@@ -1,0 +1,223 @@
+"""Which host holds which files of a checkpoint, as commands show it.
+
+Tested in `tests/core/cli/test_hosts.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.abc import host_roots, read_host
+from penstock.core.cli.output.render import Cell, Column, print_line, print_table
+from penstock.core.errors import FormatError, PenstockError, StorageError
+from penstock.core.units import counted, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.core.abc import Backend, HostRoots
+    from penstock.core.format.records import CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """The files of one checkpoint on one host.
+
+    Attributes:
+        host: The host.
+        domain: Its fault domain.
+        bytes_held: The bytes of the files that it holds.
+        bytes_only_here: The bytes of those that no other host holds.
+        missing: The names of the files that it must still copy.
+        current: Whether it was part of the last job that has saved. If not, its commit records do
+            not count.
+    """
+
+    host: str
+    domain: str
+    bytes_held: int
+    bytes_only_here: int
+    missing: tuple[str, ...]
+    current: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Where the files of one checkpoint are.
+
+    Attributes:
+        state: `replicated`, `whole` (but without all copies), `incomplete` (no host has some file),
+            or `none` if no host has a file.
+        shares: The share of each host.
+    """
+
+    state: str
+    shares: tuple[HostShare, ...]
+
+    @property
+    def holders(self) -> list[str]:
+        """The hosts that hold a file."""
+        return [share.host for share in self.shares if share.bytes_held]
+
+
+@dataclass(frozen=True, slots=True)
+class HostNames:
+    """The hosts whose roots a command sees.
+
+    Attributes:
+        shown: The hosts whose roots are open.
+        absent: The other hosts of the last job that has saved.
+        error: Why the last job is unknown.
+    """
+
+    shown: tuple[str, ...]
+    absent: tuple[str, ...]
+    error: str = ""
+
+    def note(self) -> str:
+        """Return one line on hosts that are not shown; empty if all are."""
+        if self.error:
+            return self.error
+        if not self.absent:
+            return ""
+        if len(self.shown) > 1:
+            return f"absent hosts of the last job: {', '.join(self.absent)}"
+        names = sorted({*self.shown, *self.absent})
+        return (
+            f"this is the root of host {self.shown[0]}, one of the {len(names)} hosts of the last "
+            f"job ({', '.join(names)}): run the command under torchrun on all of them to see all"
+        )
+
+
+def hosts_seen(backend: Backend) -> HostNames | None:
+    """Return the hosts whose roots are open; None for a run that has no roots on hosts.
+
+    The root of a host may also be open by its plain path.
+    """
+    places = host_roots(backend)
+    if not places and backend.tiers:
+        return None
+    place = next(iter(places.values()), None)
+    try:
+        if place is not None and len(place.roots) > 1:
+            return HostNames(tuple(names_of(place)), place.absent())
+        record = read_host(backend if place is None else place.own)
+    except (FormatError, StorageError) as error:
+        return HostNames((), (), str(error))
+    if record is None:
+        return None
+    others = tuple(sorted({*record.hosts} - {record.host}))
+    return HostNames((record.host,), others)
+
+
+def names_of(place: HostRoots) -> list[str]:
+    """Return a name for each root that no other root has."""
+    hosts = [root.host for root in place.roots]
+    seen: Counter[str] = Counter()
+    names = []
+    for host in hosts:
+        seen[host] += 1
+        names.append(f"{host}#{seen[host]}" if hosts.count(host) > 1 else host)
+    return names
+
+
+def joined_place(backend: Backend) -> HostRoots | None:
+    """Return the fastest tier in which the roots of several hosts are joined."""
+    joined = (place for place in host_roots(backend).values() if len(place.roots) > 1)
+    return next(joined, None)
+
+
+def spread_of(place: HostRoots, record: CommitRecord) -> Spread:
+    """Return where the files of a checkpoint are.
+
+    Raises:
+        StorageError: A host does not answer.
+    """
+    from penstock.core.catalog.survey import has_data  # noqa: PLC0415 - most runs have no hosts
+    from penstock.core.tiers.host_copies import files_of, holdings_of  # noqa: PLC0415
+
+    holdings, groups = holdings_of(place, record)
+    whole = has_data(place, record)
+    files: Mapping[str, int] = {}
+    if whole:
+        files = files_of(place, record)
+    else:
+        with suppress(PenstockError):  # of an index that no host has
+            files = files_of(place, record)
+        if not files:
+            files = {n: size for root in holdings.roots.values() for n, size in root.files.items()}
+    pulls = holdings.pulls(files, groups)
+    shares = []
+    for number, (name, root) in enumerate(zip(names_of(place), place.roots, strict=True)):
+        host = str(number)
+        held = {n: size for n, size in files.items() if host in holdings.holders(n, size)}
+        alone = sum(size for n, size in held.items() if len(holdings.holders(n, size)) == 1)
+        missing = tuple(sorted(pulls.get(host, ())))
+        current = host in holdings.counting
+        domain = root.domain or root.host
+        shares.append(HostShare(name, domain, sum(held.values()), alone, missing, current))
+    if not any(share.bytes_held for share in shares):
+        state = "none"
+    elif not whole:
+        state = "incomplete"
+    else:
+        state = "whole" if holdings.unsafe(files, groups) or not place.copies else "replicated"
+    return Spread(state, tuple(shares))
+
+
+def spread_cell(spread: Spread | None) -> str | Cell:
+    """Return the cell of a checkpoint: the number of hosts that hold files of it, and its state."""
+    if spread is None or spread.state == "none":
+        return "-"
+    count = len(spread.holders)
+    if spread.state == "incomplete":
+        return Cell(f"{count} incomplete", "bold red")
+    lacking = [share.host for share in spread.shares if share.missing]
+    if lacking:
+        return Cell(f"{count}, to copy: {', '.join(lacking)}", "yellow")
+    return f"{count} {spread.state}"
+
+
+def host_facts(
+    backend: Backend, record: CommitRecord | None = None
+) -> tuple[HostNames | None, Spread | None]:
+    """Return the hosts whose roots are open, and where the files of a checkpoint are."""
+    place = joined_place(backend)
+    known = None if place is None or record is None else spread_of(place, record)
+    return hosts_seen(backend), known
+
+
+def hosts_json(seen: HostNames | None, spread: Spread | None = None) -> dict[str, Any]:
+    """Return the keys for `--json`; none for a run that has no roots on hosts."""
+    found = {} if seen is None else {"hosts": asdict(seen)}
+    return found if spread is None else {**found, "spread": asdict(spread)}
+
+
+def print_hosts(seen: HostNames | None, spread: Spread | None = None) -> None:
+    """Print the hosts with the files of a checkpoint, and name the hosts that are not shown."""
+    if spread is not None:
+        _print_shares(spread)
+    if seen is not None and (note := seen.note()):
+        print_line(note, style="yellow")
+
+
+def _print_shares(spread: Spread) -> None:
+    columns: Sequence[Column[HostShare]] = (
+        Column("HOST", lambda share: share.host),
+        Column("DOMAIN", lambda share: share.domain, keep=1),
+        Column("BYTES", lambda share: size_text(share.bytes_held), right=True),
+        Column("ONLY HERE", lambda share: size_text(share.bytes_only_here), right=True, keep=3),
+        Column("TO COPY", _missing_text, keep=4),
+        Column("LAST JOB", lambda share: "part of it" if share.current else "missed", keep=2),
+    )
+    print_line("")
+    print_table(columns, spread.shares)
+    if spread.state == "incomplete":
+        print_line("incomplete: some files are on none of these hosts", style="red")
+
+
+def _missing_text(share: HostShare) -> str:
+    return counted(len(share.missing), "file") if share.missing else "-"

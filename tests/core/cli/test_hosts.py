@@ -1,0 +1,183 @@
+"""Commands on a run with a root on each host: under torchrun, and on one host alone."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests import interpreters
+from tests.core.cli.command import Done, caller
+from tests.integration.ranks.test_hosts import Hosts
+
+from penstock.core.cli.output.shares import names_of, spread_of
+
+# A host name for each rank, if this process may change its own.
+COMMAND = """
+import ctypes, os, socket, sys
+if ctypes.CDLL(None, use_errno=True).unshare(0x04000000) == 0:  # CLONE_NEWUTS
+    socket.sethostname(sys.argv[1][int(os.environ["RANK"])])
+os.environ["HERE"] = sys.argv[1][int(os.environ["RANK"])]
+del sys.argv[1]
+from penstock.core.cli.main import main
+main()
+"""
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    return caller(capsys, monkeypatch)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        f'[backend]\ntype = "hosts"\npath = "{tmp_path}/${{HERE}}"\ncopies = 1\n'
+        "experimental = true\n"
+    )
+    return Hosts(tmp_path, copies=1)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A function that runs `penstock ARGUMENTS...` on each of these hosts."""
+
+    def run(hosts, name, *rest):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = {"WORLD_SIZE": str(len(hosts)), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        words = "-c", COMMAND, hosts, name, tmp_path / "run.toml", *rest
+        # Not `run_as_torchrun`, which kills the other ranks when the first one fails.
+        ranks = [
+            interpreters.start(
+                *words, env={**os.environ, **job, "RANK": str(rank)}, stdout=PIPE, stderr=PIPE
+            )
+            for rank in range(len(hosts))
+        ]
+        try:
+            with ThreadPoolExecutor(len(ranks)) as pool:
+                outputs = [*pool.map(lambda rank: rank.communicate(timeout=200), ranks)]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [Done(r.returncode, *out) for r, out in zip(ranks, outputs, strict=True)]
+
+    return run
+
+
+def damage(root):
+    """Change a byte of the largest blob in this root; return the blob's name."""
+    blob = max(root.glob("data/*/blobs/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(blob.read_bytes())
+    data[0] ^= 1
+    blob.write_bytes(data)
+    return blob.name
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_ranks_of_torchrun_show_and_verify_the_run_of_all_hosts(hosts, command):
+    hosts.save("abc", 1, 2)
+    first, *others = command("abc", "ls", "--json")
+    assert [rank.out for rank in others] == ["", ""]
+    found = first.json
+    for step in found["checkpoints"]:
+        assert step["state"] == "ok"
+        shares = step["spread"]["shares"]
+        assert len(shares) == 3
+        assert {share["bytes_only_here"] for share in shares} == {0}
+    assert step["spread"]["state"] == "replicated"
+    name = damage(hosts.root("b"))
+    first, *others = command("abc", "verify", "--all")
+    assert [first.code, *(rank.code for rank in others)] == [1, 1, 1]
+    assert "of rank 1: " in first.out
+    assert name in first.out
+    assert "copies on 3 hosts verified, 1 damaged" in first.out
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_deletions_need_all_hosts_of_the_last_job(hosts, command):
+    hosts.save("abc", 1, 2)
+    first, *_ = command("ab", "delete", "1", "--yes")
+    assert first.code == 1
+    assert "nothing was deleted" in first.err
+    refused, *_ = command("ab", "prune")
+    assert refused.code == 1
+    first, *others = command("abc", "delete", "1", "--yes")
+    assert [first.code, *(rank.code for rank in others)] == [0, 0, 0], first.err
+    assert hosts.run("abc", lambda ckpt, *_: ckpt.steps()) == [[2]] * 3
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_real_torchrun_runs_the_module(hosts, tmp_path):
+    hosts.save("01", 7)
+    config = tmp_path / "run.toml"
+    config.write_text(config.read_text().replace("HERE", "RANK"))
+    words = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    done = subprocess.run(
+        [sys.executable, *words, "-m", "penstock", "show", config],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 7") == 1
+    assert "ONLY HERE" in done.stdout
+
+
+def spreads(hosts, names):
+    """The spread of each checkpoint, as rank 0 on these hosts sees it."""
+
+    def look(ckpt, rank, _):
+        ckpt.steps()
+        place = ckpt._backend.inner
+        while not hasattr(place, "roots"):
+            place = place.inner
+        records = [record for _, record in ckpt._catalog.records()]
+        return [spread_of(place, record) for record in records] if not rank else names_of(place)
+
+    return hosts.run(names, look)[0]
+
+
+def test_lost_host_leaves_files_without_copies_and_two_leave_it_incomplete(hosts):
+    hosts.save("abcd", 1)
+    assert [spread.state for spread in spreads(hosts, "abcd")] == ["replicated"]
+    hosts.lose("b")
+    (spread,) = spreads(hosts, "acd")
+    assert spread.state == "whole"
+    assert sum(share.bytes_only_here for share in spread.shares) > 0
+    hosts.lose("a")
+    (spread,) = spreads(hosts, "cd")
+    assert spread.state == "incomplete"
+
+
+def test_host_that_missed_the_last_job_is_marked(hosts):
+    hosts.save("ab", 1)
+    hosts.save("a", 2)
+    (_, newest) = spreads(hosts, "ab")
+    assert {share.host: share.current for share in newest.shares} == {"a": True, "b": False}
+
+
+@pytest.mark.parametrize("url", ["hosts://{}?experimental=true", "{}"])
+@pytest.mark.parametrize("name", ["ls", "show"])
+def test_one_host_alone_says_which_others_there_are(hosts, call, name, url):
+    hosts.save("ab", 1)
+    done = call(name, url.format(hosts.root("a")))
+    assert "this is the root of host a, one of the 2 hosts of the last job (a, b)" in (
+        done.out + done.err
+    )
+
+
+def test_run_without_hosts_has_no_note(call, tmp_path):
+    import penstock
+
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+    assert "host" not in call("ls", tmp_path).out
+    assert "hosts" not in call("ls", tmp_path, "--json").json
