@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -168,11 +168,12 @@ class HostsBackend(HostRoots):
         record = read_host(newest.backend)
         if record is None:
             return ()
-        here = {record.host, *(root.host for root in self._roots)}
-        # A host may have another name in each job, as pods do.
-        now = (read_host(root.backend) for root in self._roots if root.epoch == newest.epoch)
-        here |= {there.host for there in now if there is not None}
-        return tuple(sorted({*record.hosts} - here))
+        absent = Counter(record.hosts)
+        for root in self._roots:
+            # A host may have another name in each job, as pods do, or the name of another host.
+            there = read_host(root.backend) if root.epoch == newest.epoch else None
+            absent.subtract([root.host if there is None else there.host])
+        return tuple(sorted(name for name, count in absent.items() if count > 0))
 
     def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
         """See `HostRoots.join`."""

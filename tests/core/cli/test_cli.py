@@ -434,9 +434,9 @@ def test_wrong_calls_exit_with_2(penstock, arguments):
 @pytest.mark.process
 def test_unexpected_error_is_one_message_too(penstock, tmp_path):
     broken = (
-        "import penstock.core.cli.commands.ls as ls\n"
+        "import penstock.core.cli.job as job\n"
         "def run(*_, **__): raise ZeroDivisionError('\x1b[31m')\n"
-        "ls.open_backend = run"
+        "job.open_backend = run"
     )
     done = penstock("ls", tmp_path, before=broken)
     assert done.returncode == 1

@@ -87,8 +87,8 @@ class Hosts:
 
     def job(self, hosts, **options):
         """A job with one rank on each of these hosts, such as `ab`."""
-        host = hosts.__getitem__
-        return Job(len(hosts), lambda rank: self.store(host(rank)), host=host, **options)
+        options = {"host": hosts.__getitem__, **options}
+        return Job(len(hosts), lambda rank: self.store(hosts[rank]), **options)
 
     def run(self, hosts, work, **options):
         """Return the results of `work(ckpt, rank, count)`, which must not raise."""
@@ -656,3 +656,15 @@ def test_incomplete_checkpoint_does_not_hide_a_whole_one_of_the_same_step(tmp_pa
     with Checkpointer(tmp_path / "ours" / "durable") as ckpt:
         assert ckpt.steps() == [1, 2]
         assert ckpt.verify(1).ok
+
+
+def test_host_with_the_name_of_another_is_absent(tmp_path):
+    hosts = Hosts(tmp_path)
+    hosts.job("abc", host=lambda _: "same").run(lambda ckpt, rank: saved(ckpt, rank, 3, 1))
+
+    def work(ckpt, rank):
+        ckpt.steps()
+        return ckpt._backend.inner.absent()
+
+    assert hosts.job("ab", host=lambda _: "same").run(work) == [("same",)] * 2
+    assert hosts.job("cab", host=lambda _: "other").run(work) == [()] * 3
