@@ -87,7 +87,7 @@ pairs = zip(training.model.parameters(), uninterrupted.model.parameters(), stric
 say("restored", first - 1, all(torch.equal(*pair) for pair in pairs))
 for step in range(first, 1 << 20):
     training.step(step)
-    if step % 20 == 0 or step == first:
+    if step % 8 == 0 or step == first:
         handle = ckpt.save(training.state, step)
         handle.replicated.add_done_callback(
             lambda done, step=step: done.result() and say("replicated", step)
