@@ -338,7 +338,8 @@ class World(Clock):
             return
         promise = Promise(key, uid, groups)
         if groups is not None:
-            if max(map(epoch_of, self.memories.values())) > self.job.place._newest:
+            others = [m for host, m in self.memories.items() if host not in self.job.hosts]
+            if max(map(epoch_of, others), default=0) > self.job.place._newest:
                 return  # does not count beside these hosts, before the job begins its epoch
             promise.lost = {host for at_s, host in self.hits if at_s >= since_s}
             for name, data in self.files[uid].items():
