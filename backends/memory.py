@@ -156,6 +156,10 @@ class MemoryBackend(Backend):
         with self._store.lock:
             self._store.blobs[new] = blob
             self._store.blobs.pop(old, None)
+            self._store.unsealed.pop(new, None)
+            if writer := self._store.unsealed.pop(old, None):
+                writer.name = new
+                self._store.unsealed[new] = writer
 
     def close(self) -> None:
         """See `Backend.close`. A named store outlives its backends."""
@@ -181,7 +185,7 @@ class MemoryBackend(Backend):
 class _MemoryWriter(BlobWriter):
     def __init__(self, store: _Store, name: str, url: str, size: int) -> None:
         self._store = store
-        self._name = name
+        self.name = name
         self._url = url
         self._data = _zeros(size)
         self._open = True
@@ -204,8 +208,8 @@ class _MemoryWriter(BlobWriter):
             self._grow(length)
             with self._store.lock:
                 self._check_name()
-                self._store.blobs[self._name] = _Blob(self._data[:length], time.time())
-                del self._store.unsealed[self._name]
+                self._store.blobs[self.name] = _Blob(self._data[:length], time.time())
+                del self._store.unsealed[self.name]
             self._open = False
 
     def sync(self, length: int, /) -> None:
@@ -214,7 +218,7 @@ class _MemoryWriter(BlobWriter):
             self._grow(length)
             with self._store.lock:
                 self._check_name()
-                self._store.blobs[self._name] = _Blob(self._data[:length], time.time())
+                self._store.blobs[self.name] = _Blob(self._data[:length], time.time())
 
     def abort(self) -> None:
         with self._lock:
@@ -223,8 +227,8 @@ class _MemoryWriter(BlobWriter):
             self._open = False
             self._data = _zeros(0)
             with self._store.lock:
-                if self._store.unsealed.get(self._name) is self:
-                    del self._store.unsealed[self._name]
+                if self._store.unsealed.get(self.name) is self:
+                    del self._store.unsealed[self.name]
 
     def _grow(self, length: int) -> None:
         if len(self._data) < length:
@@ -233,13 +237,13 @@ class _MemoryWriter(BlobWriter):
 
     def _check_name(self) -> None:
         """Raise StorageError if the blob was deleted: its name may now belong to another blob."""
-        if self._store.unsealed.get(self._name) is not self:
-            msg = f"cannot finish {self._name} on {self._url}: it was deleted during the write"
+        if self._store.unsealed.get(self.name) is not self:
+            msg = f"cannot finish {self.name} on {self._url}: it was deleted during the write"
             raise StorageError(msg)
 
     def _check_open(self, what: str) -> None:
         if not self._open:
-            msg = f"cannot {what} {self._name} on {self._url}: it is already sealed or aborted"
+            msg = f"cannot {what} {self.name} on {self._url}: it is already sealed or aborted"
             raise StorageError(msg)
 
 

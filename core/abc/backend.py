@@ -331,6 +331,9 @@ class Backend(ABC):
     def rename(self, old: str, new: str, /) -> None:
         """Give a sealed blob another name, atomically and durably; replace a blob of that name.
 
+        If `BlobWriter.sync` was called, the blob may be unsealed. Its writer then continues it
+        under the new name.
+
         Optional: called only if `Capabilities.renames` is set.
 
         Raises:

@@ -248,15 +248,20 @@ class _Tail:
         if self._writer is not None:
             self._writer.sync()
         if self._landing != self._name and self._writer is not None:
-            self._writer.close()
+            # It stays open: the segment may still grow.
             self._own.rename(self._landing, self._name)
             self._landing = self._name
 
     def close(self) -> None:
         """Seal the copy. Raises nothing: whatever is durable can be read."""
         if self._writer is not None:
-            with suppress(PenstockError):
+            try:
                 self._writer.close()
+            except PenstockError:
+                self._writer.abort()  # keeps what was synced, but not the open file
+        with suppress(PenstockError):
+            if self._landing != self._name:
+                self._own.delete([self._landing])  # it would fill the host
 
 
 def _rank_of(name: str) -> int:

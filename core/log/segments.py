@@ -6,6 +6,7 @@ Tested in `tests/core/log/test_segments.py`.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -319,13 +320,15 @@ class SegmentWriter:
             session: See `EntryHeader`.
             previous: The digest of the entry after which the log continues.
             number: The lowest number of a new segment.
-            opened: The name and the writer of the first segment; None: it gets a free number.
+            opened: The name and the writer of the only segment, however long; None: segments get
+                free numbers.
             synced: Called with the durable bytes of segments, by name.
         """
         self._backend = backend
         self._number = number
         self._synced = synced
         self._name, opened_writer = opened or ("", None)
+        self._limit_bytes = _SEGMENT_BYTES if opened is None else math.inf
         self._base = base
         self._rank = rank
         self._world_size = world_size
@@ -387,7 +390,7 @@ class SegmentWriter:
         self._end += header.stored_bytes
         self._previous = header.digest
         self._unsynced += 1
-        if self._end >= _SEGMENT_BYTES:
+        if self._end >= self._limit_bytes:
             self.close()
         return header.stored_bytes
 
@@ -410,7 +413,7 @@ class SegmentWriter:
         """Make all appended entries durable."""
         if self._writer is None or not self._unsynced or self._ended:
             return
-        if self._backend.capabilities.appends and self._end < _SEGMENT_BYTES:
+        if self._backend.capabilities.appends and self._end < self._limit_bytes:
             self._writer.sync(self._end)
         else:
             self._writer.seal(self._end)

@@ -517,6 +517,25 @@ def renamed_blob_has_only_its_new_name(open_root: OpenRoot) -> None:
 
 
 @promise
+@declared(lambda capabilities: capabilities.appends, "durable appends (appends)")
+@declared(lambda capabilities: capabilities.renames, "renames of blobs (renames)")
+def renamed_blob_grows_under_its_new_name(open_root: OpenRoot) -> None:
+    with closing(open_root("growing")) as backend, closing(open_root("growing")) as other:
+        unit = backend.capabilities.offset_alignment
+        data = pattern(unit)
+        writer = backend.create("data/one/old.raw")
+        writer.write([WriteRequest(0, (memoryview(data),))])
+        writer.sync(unit)
+        backend.rename("data/one/old.raw", "data/two/new.raw")
+        for finish in (writer.sync, writer.seal):
+            writer.write([WriteRequest(len(data), (memoryview(data[:unit]),))])
+            data += data[:unit]
+            finish(len(data))
+            expect_equal(read_all(other, "data/two/new.raw", len(data)), data)
+            expect_names(other, "", ["data/two/new.raw"])
+
+
+@promise
 def capabilities_are_sane_and_steady(open_root: OpenRoot) -> None:
     with closing(open_root("capabilities")) as backend:
         before: object = backend.capabilities  # its constructor refuses values that core cannot use
@@ -541,5 +560,6 @@ ACCESS_CHECKS: tuple[BackendCheck, ...] = (
     synced_bytes_are_readable_while_the_blob_grows,
     synced_bytes_stay_after_an_abort,
     renamed_blob_has_only_its_new_name,
+    renamed_blob_grows_under_its_new_name,
     capabilities_are_sane_and_steady,
 )

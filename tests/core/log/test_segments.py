@@ -210,3 +210,20 @@ def test_failed_append_leaves_the_entries_before_it(operation):
     with pytest.raises(StorageError, match="full"):
         append(writer(backend, previous=entries[-1].header.digest), 2)
     assert steps(inner)[:1] == [1]
+
+
+@pytest.mark.slow
+def test_copy_into_an_opened_segment_stays_in_one_segment(tmp_path):
+    backend = PosixBackend(PosixConfig(path=str(tmp_path)))
+    log = writer(backend)
+    for step in (1, 2):  # the first is longer than a segment; both are durable at once
+        log.append(step, {"data/blob": [bytes(1 << 30 if step == 1 else 1)]}, sync_every=2)
+    log.close()
+    found = StoredLog(backend, UID, 0).entries
+    assert len({entry.segment for entry in found}) == 1
+    name = segment_name(OTHER, 0, 7)
+    copied = SegmentWriter(backend, OTHER, 0, 1, opened=(name, backend.create(name)))
+    for entry in found:
+        assert copied.copy(entry, backend)
+    copied.close()
+    assert {entry.segment for entry in StoredLog(backend, OTHER, 0).entries} == {name}

@@ -1,5 +1,7 @@
 """The log of each rank is copied to other hosts, so that it survives the loss of its host."""
 
+import threading
+
 import pytest
 import torch
 from tests.integration.log.test_ranks import BASE, LAST, Replica, flip, trained
@@ -11,8 +13,13 @@ def hosts(tmp_path):
     return Hosts(tmp_path, copies=1)
 
 
-def log_to(hosts, names, last=LAST, step="latest"):
-    """Train and log up to a step, from the beginning or from a restored step."""
+def log_to(hosts, names, last=LAST, step="latest", *, settled=False, then=lambda step: None):
+    """Train and log up to a step, from the beginning or from a restored step.
+
+    With `settled`, all hosts have tried to copy each entry before `then` is called, and before the
+    next entry.
+    """
+    all_ranks = threading.Barrier(len(names))
 
     def work(ckpt, rank, _):
         del rank
@@ -30,6 +37,12 @@ def log_to(hosts, names, last=LAST, step="latest"):
                 assert handle.replicated.result(300)
             elif number > BASE:
                 assert ckpt.log(replica.state, number)
+                if settled:
+                    ckpt._log.recorder.flush()
+                    ckpt._log_copies.settle()
+                    all_ranks.wait(300)
+                    then(number)
+                    all_ranks.wait(300)
         return first - 1
 
     return hosts.run(names, work)
@@ -99,3 +112,35 @@ def test_damaged_entry_is_not_copied(hosts, caplog):
     assert log_to(hosts, "ab", 6) == [5, 5]
     assert "a log of another host is not copied: DamagedError: the log ends before" in caplog.text
     assert copy.stat().st_size <= 3 * size
+
+
+def test_log_is_copied_as_one_file_after_an_error_of_the_neighbor(hosts):
+    root = hosts.faulty("a")
+    root.fail("write", match="log/00001")
+    log_to(hosts, "ab", 7, settled=True)
+    (copy,), (own,) = logs(hosts, "a", 1), logs(hosts, "b", 1)
+    assert copy.name == own.name
+    hosts.lose("b")
+    assert restored(hosts, "ax") == 7
+
+
+def test_neighbor_that_copies_no_longer_hides_no_step_of_the_log(hosts):
+    root = hosts.faulty("a")
+    root.fail("write", match="log/00001")
+
+    def no_more(step):
+        if step == 5:
+            root.fail("write", times=None, match="log/00001")
+
+    log_to(hosts, "ab", 7, settled=True, then=no_more)
+    assert not [*hosts.root("a").glob("data/*/pulled-log/*")]
+    assert restored(hosts, "ab") == 7
+
+
+def test_full_neighbor_keeps_no_part_of_an_entry(hosts):
+    root = hosts.faulty("a")
+    for operation in ("write", "seal"):  # as of a file that could not be written
+        root.fail(operation, times=None, match="log/00001")
+    kept = []
+    log_to(hosts, "ab", settled=True, then=lambda _: kept.extend(logs(hosts, "a", 1)))
+    assert not kept
