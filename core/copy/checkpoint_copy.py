@@ -91,6 +91,7 @@ class BlobHelper(Protocol):
         token: str,
         *,
         sealed: Callable[[str], None],
+        discard: Callable[[Collection[str]], None],
         moved: Callable[[int], None],
         pause: Callable[[float], None],
     ) -> set[str]:
@@ -101,6 +102,8 @@ class BlobHelper(Protocol):
             blobs: The blobs to copy.
             token: The token of the lease.
             sealed: Called with the name of each blob that is durable.
+            discard: Called with the names of blobs that another process may have left unfinished,
+                before others copy them.
             moved: Called with the number of additional bytes that were copied.
             pause: Waits between two looks at the other processes; raises to end the copy.
         """
@@ -304,6 +307,7 @@ class CheckpointCopy:
                 left,
                 self._sites.own.token,
                 sealed=self._sites.seal,
+                discard=self._discard,
                 moved=self._moved,
                 pause=self._mover.pause,
             )
@@ -327,6 +331,10 @@ class CheckpointCopy:
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
         carry_notes(self._source, self._target, self._record)  # notes that were added meanwhile
         return kept
+
+    def _discard(self, names: Collection[str]) -> None:
+        self._sites.check()  # else they may be the blobs of another copy
+        self._target.delete(sorted(names))
 
     def _at_target(self) -> int | None:
         """Return the generation of the checkpoint at the target; None if it is not there.

@@ -29,7 +29,7 @@ from penstock.core.format.records import commit_name
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend, BlobWriter, HostRoot, HostRoots, Tier
     from penstock.core.concurrency.timing import Timing
@@ -286,12 +286,20 @@ def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
     def owned() -> bool:
         return Lease(target, record.uid, task.workers.timing).is_of(order.token)
 
-    if not owned():
-        msg = f"{target.url} is not the place that rank 0 copies to: is it mounted?"
-        raise StorageError(msg)
+    def transfers() -> Iterator[BlobTransfer]:
+        for blob in source.read(order.files):
+            # Before each blob: where `create` replaces, it would empty a blob of the next copy.
+            if not owned():
+                msg = (
+                    f"{target.url} is not the place that rank 0 copies to, or another copy has "
+                    "taken over: is it mounted?"
+                )
+                raise StorageError(msg)
+            yield BlobTransfer(blob, place, target)
+
     task.move(
         source,
-        (BlobTransfer(blob, place, target) for blob in source.read(order.files)),
+        transfers(),
         target,
         bytes_per_s=order.bytes_per_s,
         owned=owned,
@@ -322,6 +330,7 @@ class HostPushes:
         token: str,
         *,
         sealed: Callable[[str], None],
+        discard: Callable[[Collection[str]], None],
         moved: Callable[[int], None],
         pause: Callable[[float], None],
     ) -> set[str]:
@@ -343,6 +352,7 @@ class HostPushes:
                             self._warn(record, share, error)
                             failed.add(share.root)
                             shares.remove(share)
+                            discard(share.order.files.keys() - done)
                             continue
                         for name in new:
                             sealed(name)

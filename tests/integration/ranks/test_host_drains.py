@@ -58,6 +58,14 @@ def test_rank_0_copies_the_files_of_a_host_that_cannot(tiers, caplog, operation)
     tiers.check(1, ranks=2)
 
 
+def test_unfinished_file_of_a_host_is_replaced(tiers, caplog):
+    tiers.durable("b").fail("seal", times=None, match="blobs/")
+    tiers.durable("b").fail("abort", times=None)  # as after a kill
+    tiers.save("ab", 1)
+    assert "cannot be copied" not in caplog.text  # the first try has succeeded
+    tiers.check(1, ranks=2)
+
+
 def test_host_without_the_mount_writes_nothing(tiers, tmp_path, caplog):
     tiers.durable("b", "not-mounted")
     tiers.save("ab", 1)
