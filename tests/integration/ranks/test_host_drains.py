@@ -59,8 +59,8 @@ def test_rank_0_copies_the_files_of_a_host_that_cannot(tiers, caplog, operation)
 
 
 def test_unfinished_file_of_a_host_is_replaced(tiers, caplog):
-    tiers.durable("b").fail("seal", times=None, match="blobs/")
-    tiers.durable("b").fail("abort", times=None)  # as after a kill
+    # It has created the file, as before a kill.
+    tiers.durable("b").fail("create", times=None, match="blobs/", late=True)
     tiers.save("ab", 1)
     assert "cannot be copied" not in caplog.text  # the first try has succeeded
     tiers.check(1, ranks=2)
