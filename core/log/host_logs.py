@@ -81,7 +81,7 @@ class HostLogs:
             self._run_on("log-offer", self._send)
 
     def execute(self, body: bytes) -> bytes:
-        """Begin to copy what another host has offered; return the number of copies under way.
+        """Begin to copy what another host has offered; return `1` while copies are under way.
 
         Raises:
             StorageError: The offer is invalid, or this host makes no copies.
@@ -174,7 +174,7 @@ class HostLogs:
                     self._follow(self._place, name, server, end, throttle)
                 except BlobNotFoundError:
                     pass  # the checkpoint was deleted
-                except PenstockError as error:
+                except Exception as error:  # noqa: BLE001 - a task's boundary: tried again
                     self._warn(f"a log of another host is not copied: {said(error)}")
 
     def _follow(
@@ -188,7 +188,7 @@ class HostLogs:
                 size = place.own.stat(name).size_bytes
             if size >= end:
                 return
-            source = next(root.backend for root in place.roots if root.rank == server)
+            source = {root.rank: root.backend for root in place.roots}[server]
             tail = self._tails[name] = _Tail(source, place.own, name, replaces=size >= 0)
         try:
             for stored_bytes in tail.extend(end):
