@@ -226,9 +226,9 @@ def hosts_verdict(run):
         {all_lost["restore, s"]:.1f} s from a store that reads
         {run.option("recovery", "store_mb_per_s"):g} MB/s. While each host copies
         {run.option("training", "copy_mb_per_s"):g} MB/s, a step of {1000 * alone:.0f} ms takes
-        {100 * (ours["step, s"] / alone - 1):.0f} % longer, and
-        {100 * (other["step, s"] / alone - 1):.0f} % longer beside another process that copies as
-        many bytes. Copies take {rise:.0f} MB of memory (`benchmarks/hosts.py`).
+        {100 * max(0, ours["step, s"] / alone - 1):.1f} % longer, and
+        {100 * max(0, other["step, s"] / alone - 1):.1f} % longer beside another process that copies
+        as many bytes. Copies take {rise:.0f} MB of memory (`benchmarks/hosts.py`).
     """
     return filled(text)
 
