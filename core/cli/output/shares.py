@@ -87,7 +87,7 @@ class HostNames:
             return f"absent hosts of the last job: {', '.join(self.absent)}"
         names = sorted({*self.shown, *self.absent})
         return (
-            f"this is the root of host {self.shown[0]}, one of the {len(names)} hosts of the last "
+            f"this is the root of host {''.join(self.shown)}, one of the {len(names)} hosts of the last "
             f"job ({', '.join(names)}): run the command under torchrun on all of them to see all"
         )
 
