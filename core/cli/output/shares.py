@@ -86,8 +86,9 @@ class HostNames:
         if len(self.shown) > 1:
             return f"absent hosts of the last job: {', '.join(self.absent)}"
         names = sorted({*self.shown, *self.absent})
+        own = "".join(self.shown)
         return (
-            f"this is the root of host {''.join(self.shown)}, one of the {len(names)} hosts of the last "
+            f"this is the root of host {own}, one of the {len(names)} hosts of the last "
             f"job ({', '.join(names)}): run the command under torchrun on all of them to see all"
         )
 
