@@ -61,6 +61,11 @@ class HostLogs:
         self._closed = False
 
     @property
+    def are_made(self) -> bool:
+        """Whether this run copies its files to other hosts."""
+        return self._place is not None
+
+    @property
     def first_number(self) -> int:
         """The lowest number of a new segment: hosts that are away may have all lower ones."""
         return 0 if self._place is None else int(time.time())

@@ -88,6 +88,7 @@ class RunLog:
         self._backend = backend
         self._reader = reader
         self._ranks = ranks
+        self._copies = copies
         self._replay = LogReplay(backend, config, registry, workers)
         self._continues = True  # whether this rank may append to the last replayed log
         self.recorder = Recorder(backend, config, registry, workers, copies=copies, room=room)
@@ -110,9 +111,10 @@ class RunLog:
             self.recorder.place = self._place()
             handle = job.handle
             # Until other hosts have the checkpoint, the loss of one host may make an older one the
-            # newest. Without copies, `replicated` resolves once the checkpoint is committed.
+            # newest.
+            done = handle.replicated if self._copies.are_made else handle.committed
             self.recorder.begin_after_save(
-                job.uid, handle.step, state, handle.replicated, rounded=job.request.rounded
+                job.uid, handle.step, state, done, rounded=job.request.rounded
             )
 
     def log(self, state: Mapping[str, Any], step: int) -> bool:

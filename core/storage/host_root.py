@@ -33,7 +33,11 @@ def unchangeable_if_of_hosts(backend: Backend) -> Backend:
     A root of the only host has the whole run, so it may change. If the folder does not answer, or
     cannot be read, returns `backend`.
     """
-    if not backend.url.startswith("file://"):
+    try:
+        is_folder = backend.url.startswith("file://")
+    except StorageError:  # of a plugin that breaks its contract: its first use reports that
+        is_folder = False
+    if not is_folder:
         return backend
     timing = current_timing()
     look = partial(read_host, backend)

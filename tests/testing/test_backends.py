@@ -391,6 +391,9 @@ broken(check.renamed_blob_has_only_its_new_name, "RenameCopies", rename=lambda s
        s.publish(new, s.read_record(old, limit_bytes=1 << 20)))
 broken(check.renamed_blob_has_only_its_new_name, "RenameKeepsTheFirst", rename=lambda s, old, new:
        s.delete([old]) if s.list(new) and s.list(old) else s.inner.rename(old, new))
+broken(check.renamed_blob_grows_under_its_new_name, "RenameCopiesWhatIsThere",
+       rename=lambda s, old, new: (
+           s.publish(new, s.read_record(old, limit_bytes=1 << 20)), s.delete([old]))[0])
 broken(check.another_instance_sees_sealed_blobs, "ListsOneLevel", list=lambda s, prefix: [
     info for info in s.inner.list(prefix) if "/" not in info.name[len(prefix):]])
 broken(check.capabilities_are_sane_and_steady, "AlignmentIsNoPowerOfTwo",
