@@ -188,7 +188,7 @@ class HostsBackend(HostRoots):
         elsewhere = self._known.keys() & {request.name for request in requests}
         try:
             self.inner.read([request for request in requests if request.name not in elsewhere])
-        except (BlobNotFoundError, BlobTruncatedError):  # a copy may be behind its original
+        except (BlobNotFoundError, BlobTruncatedError):  # a copy may be shorter
             if len(self._roots) == 1:
                 raise
             rest = requests

@@ -71,7 +71,7 @@ class Order:
 
     def encoded(self) -> bytes:
         """Return the order as bytes, which `HostOrders.execute` decodes."""
-        return json.dumps({**asdict(self), "files": {**self.files}}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decoded(cls, body: bytes) -> Self:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import host_roots
+from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.notes import carry_notes
-from penstock.core.catalog.survey import has, has_data, is_whole, missing_borrowed
+from penstock.core.catalog.survey import has, is_whole, missing_borrowed
 from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
 from penstock.core.copy.confirmation import confirmed, retract, verify_blobs
@@ -486,9 +486,8 @@ class DrainLink:
         )
 
     def _is_incomplete(self, record: CommitRecord) -> bool:
-        source = self._source.backend
         try:
-            return bool(host_roots(source)) and not has_data(source, record)
+            return bool(Catalog(self._source.backend).incompleteness(record))
         except StorageError:
             return False
 
