@@ -46,7 +46,8 @@ log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 
-_RECORDS = ("commits/", "notes/", "tier/")
+_COMMITS = "commits/"
+_RECORDS = (_COMMITS, "notes/", "tier/")
 """Prefixes of the records that every host has; they count only in roots of the newest epoch."""
 
 _MOST_KNOWN = 1 << 16
@@ -110,8 +111,8 @@ class HostsBackend(HostRoots):
         self._config = config
         self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
         self._newest = 0
-        self._may_begin = self._joined = False
-        self._lock = threading.Lock()  # held while an epoch begins; guards the three above
+        self._may_begin = self._joined = self._has_all = False
+        self._lock = threading.Lock()  # held while an epoch begins; guards the lines above
         # Held while records are deleted: else `publish_again` could bring one back.
         self._deleting = threading.Lock()
         self._known: dict[str, HostRoot] = {}  # for each blob that this host lacks, a root with it
@@ -181,7 +182,7 @@ class HostsBackend(HostRoots):
             self._roots = (own, *others)
             self._newest = max(root.epoch for root in self._roots)
             self._may_begin = leads
-            self._joined = True
+            self._joined, self._has_all = True, False
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Read each blob from the first root that has it, starting with this host's root."""
@@ -217,9 +218,13 @@ class HostsBackend(HostRoots):
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """List the blobs of all roots.
 
+        The process that has begun the epoch lists commit records without asking other hosts.
+
         Raises:
             StorageError: A host does not answer, so its blobs are unknown.
         """
+        if self._has_all and prefix.startswith(_COMMITS):
+            return self.inner.list(prefix)
         infos: dict[str, BlobInfo] = {}
         for root, listed in self._at_all(lambda root: root.list(prefix)):
             for info in listed:
@@ -263,7 +268,8 @@ class HostsBackend(HostRoots):
         self.check_may_delete()
         self._begin_epoch()
         with self._deleting:
-            self._at_all(lambda root: root.delete(names))
+            self._at_all(lambda root: root.delete(names), self._roots[1:])
+            self.inner.delete(names)  # last: what another host still has must be listed
         for name in names:
             self._known.pop(name, None)
 
@@ -329,14 +335,16 @@ class HostsBackend(HostRoots):
                 self._known.clear()
             self._known[name] = root
 
-    def _at_all(self, call: Callable[[Backend], T]) -> Iterator[tuple[HostRoot, T]]:
-        """Return the result of `call` for each root.
+    def _at_all(
+        self, call: Callable[[Backend], T], roots: Sequence[HostRoot] | None = None
+    ) -> Iterator[tuple[HostRoot, T]]:
+        """Return the result of `call` for each root; default: all roots.
 
         Raises:
-            StorageError: A root failed; the call was made on all roots.
+            StorageError: A root failed; the call was made on all of them.
         """
         results: dict[HostRoot, T] = {}
-        for root, outcome in self._called(self._roots, call):
+        for root, outcome in self._called(self._roots if roots is None else roots, call):
             if isinstance(outcome, BaseException):
                 raise outcome
             results[root] = outcome
@@ -346,11 +354,12 @@ class HostsBackend(HostRoots):
         self, roots: Sequence[HostRoot], call: Callable[[Backend], T]
     ) -> Iterator[tuple[HostRoot, T | BaseException]]:
         """Call `call` on all roots in parallel; yield each root with its result or error."""
-        if len(roots) == 1:  # needs no thread
-            try:
-                yield roots[0], call(roots[0].backend)
-            except StorageError as error:
-                yield roots[0], error
+        if len(roots) <= 1:  # needs no thread
+            for root in roots:
+                try:
+                    yield root, call(root.backend)
+                except StorageError as error:
+                    yield root, error
             return
         deadline = Deadline(current_timing().stuck_s)
         outcomes = call_all_with_deadline(
@@ -399,6 +408,8 @@ class HostsBackend(HostRoots):
             self._known = {}
             self._newest = epoch
             self._may_begin = False
+            # Records are published in this root first, and deleted in it last.
+            self._has_all = True
 
     def _check_apart(self) -> None:
         """Refuse roots that are one place, where each file would count as a copy of itself."""

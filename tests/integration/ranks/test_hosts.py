@@ -543,6 +543,19 @@ def test_record_that_is_deleted_meanwhile_is_not_published_again(tmp_path):
     assert not other.list("commits/")
 
 
+def test_commit_records_are_listed_without_other_hosts_and_none_is_forgotten(tmp_path):
+    """A record that another host may still have would come back in the next job."""
+    own, other = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b"))
+    roots = HostsBackend(HostsConfig(path="", experimental=True), root=own)
+    roots.join(HostRoot("a", 0, own), [HostRoot("b", 0, other)], leads=True)
+    roots.publish("commits/1", b"1")
+    other.fail("list")
+    other.fail("delete")
+    with pytest.raises(StorageError):
+        roots.delete(["commits/1"])
+    assert [info.name for info in roots.list("commits/")] == ["commits/1"]
+
+
 def test_truncated_file_does_not_hide_the_durable_checkpoint(tmp_path):
     tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"))
     tiers.save("ab", 1, 2)
