@@ -202,7 +202,7 @@ class Catalog:
             why = self.incompleteness(record)
             if not why:
                 return record
-            log.warning("%s; an older step is used", why)
+            log.warning("%s; it is skipped", why)
             up_to = record.step - 1
 
     def require_newest(self) -> CommitRecord:
@@ -219,9 +219,9 @@ class Catalog:
                 # would delete the steps of hosts that are only late.
                 steps = listed([str(step) for step in sorted(incomplete)])
                 msg = (
-                    f"all checkpoints are incomplete: {incomplete[max(incomplete)]}. If hosts are "
-                    f"only late, restart with them. Or first delete {steps} on rank 0, and start "
-                    "from scratch"
+                    f"all checkpoints are incomplete: {incomplete[max(incomplete)]}. If these "
+                    "hosts can come back, start again with them. To start from scratch without "
+                    f"these checkpoints, first delete {steps} on rank 0"
                 )
                 raise DamagedError(msg)
             msg = f"no checkpoint under {self._backend.url}"

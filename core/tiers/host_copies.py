@@ -31,6 +31,7 @@ from penstock.core.replicas.placement import group_hosts
 from penstock.core.replicas.replication import Replication
 from penstock.core.rounds.posts import DrainedPost
 from penstock.core.tiers.host_orders import Order
+from penstock.core.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -71,6 +72,7 @@ class HostCopies:
         self._workers = workers
         self._lead: _Lead | None = None
         self._follow: FollowedDrains | None = None
+        self._has_warned = False
 
     def begin(self) -> None:
         """Start to copy, after the roots of all hosts are joined."""
@@ -90,10 +92,12 @@ class HostCopies:
         if no copies are made.
         """
         if self._lead is not None:
+            self._warn_of_few_hosts()
             self._lead.committed(report, on_end)
         elif self._follow is not None:
             self._follow.follow(report.uid, lambda post: on_end(not post.kind))
         else:
+            self._warn_of_few_hosts()
             on_end(False)  # noqa: FBT003 - the result of a future
 
     @property
@@ -104,6 +108,18 @@ class HostCopies:
     def kept(self) -> set[int]:
         """Return the steps that retention must keep until a newer one is replicated."""
         return set() if self._lead is None else self._lead.kept()
+
+    def _warn_of_few_hosts(self) -> None:
+        place = self._places[min(self._places)] if self._places else None
+        if place is None or self._has_warned or len(place.roots) > place.copies:
+            return
+        self._has_warned = True
+        log.warning(
+            "copies = %d, but this job has %s: each file is copied to %s",
+            place.copies,
+            counted(len(place.roots), "host"),
+            counted(len(place.roots) - 1, "other host"),
+        )
 
     def settle(self) -> None:
         """Wait until this job's checkpoints are replicated, or the copies make no progress."""

@@ -90,6 +90,8 @@ def delete(
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_deleted_step(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
+        if not dry_run:  # first: while hosts are absent, no checkpoint looks whole
+            check_all_joined(backend)
         if not force:
             _check_pins(backend, catalog, chosen)
         if tier is None:
@@ -103,8 +105,6 @@ def delete(
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
-        if not dry_run:
-            check_all_joined(backend)
         if dry_run:
             freed = data_bytes(backend, _unneeded(backend, chosen))
         else:
@@ -292,6 +292,7 @@ def prune(
       penstock prune runs/gpt --grace 1h
     """
     with open_run(url) as backend:
+        check_all_joined(backend)
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
         # Overwritten generations are deleted too, but the report does not count their bytes: those

@@ -75,8 +75,8 @@ def verify(
 
     Also exits with 1 if a codec is not installed, since then not everything can be decoded. Lists
     all damage by the path of the object or the name of the record. With tiers, verifies the copy in
-    each tier. Under torchrun, also verifies the files on each host. With --repair, repaired damage
-    does not count.
+    each tier. Under torchrun, also verifies the files on each host. With --all, exits with 1 if a
+    checkpoint is incomplete, too. With --repair, repaired damage does not count.
 
     Examples:
       penstock verify runs/gpt
@@ -110,11 +110,13 @@ def verify(
                     _print(report, backend.url, listed_uids=_damaged_uids(reports))
                 reports.append(report)
         copies = _copies_on_hosts(backend, damage_here)
-        ok = all(report.ok and not report.not_decoded for report in reports)
+        incomplete = Catalog(backend).incomplete_from(0) if every else {}
+        ok = not incomplete and all(report.ok and not report.not_decoded for report in reports)
         ok = ok and not any(one["damaged"] for one in copies)
         if as_json:
             found = [asdict(report) for report in reports]
-            print_json({"url": backend.url, "ok": ok, "reports": found, "copies": copies})
+            missing = {"copies": copies, "incomplete": incomplete}
+            print_json({"url": backend.url, "ok": ok, "reports": found, **missing})
             return ok
         _print_copies(copies)
         if every:
@@ -123,21 +125,21 @@ def verify(
             for link, steps in _links(reports).items():
                 need = "need" if steps[1:] else "needs"
                 print_line(f"{link} is damaged: {steps_text(steps)} {need} it", style="red")
-            undecoded = f", {part} not decoded" if part else ""
-            print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{undecoded}")
+            _print_incomplete(incomplete)
+            others = f", {part} not decoded" if part else ""
+            others += f", {len(incomplete)} incomplete" if incomplete else ""
+            print_line(f"{counted(len(reports), 'checkpoint')} verified, {bad} damaged{others}")
     return ok
 
 
 def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     if step is not None:
         return [step]
-    steps = Catalog(backend).steps()
+    catalog = Catalog(backend)
+    steps = catalog.steps()
     if every:
         return steps
-    if not steps:
-        msg = f"no checkpoint under {backend.url}"
-        raise CheckpointNotFoundError(msg)
-    return steps[-1:]
+    return steps[-1:] or [catalog.require_latest()]  # raises, and says why
 
 
 def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool) -> str:
@@ -168,6 +170,11 @@ def _copies_on_hosts(backend: Backend, here: Callable[[Backend], str]) -> list[d
         return []
     found = [(place.roots[0].host, 0, here(backend)), *answers()]
     return [{"host": host, "rank": rank, "damaged": json.loads(a)} for host, rank, a in found]
+
+
+def _print_incomplete(incomplete: Mapping[int, str]) -> None:
+    for why in incomplete.values():
+        print_line(why, style="red")
 
 
 def _print_copies(copies: Sequence[Mapping[str, Any]]) -> None:

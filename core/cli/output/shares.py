@@ -178,7 +178,7 @@ def spread_cell(spread: Spread | None) -> str | Cell:
         return Cell(f"{count} incomplete", "bold red")
     lacking = [share.host for share in spread.shares if share.missing]
     if lacking:
-        return Cell(f"{count}, to copy: {', '.join(lacking)}", "yellow")
+        return Cell(f"{count}, copies missing on {', '.join(lacking)}", "yellow")
     return f"{count} {spread.state}"
 
 

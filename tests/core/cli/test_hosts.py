@@ -174,6 +174,36 @@ def test_one_host_alone_says_which_others_there_are(hosts, call, name, url):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("verify",), "all checkpoints are incomplete"),
+        (("show",), "all checkpoints are incomplete"),
+        (("delete", "1"), "the hosts b, c of the last job are absent"),
+        (("prune",), "the hosts b, c of the last job are absent"),
+    ],
+)
+def test_one_host_alone_names_the_absent_hosts(hosts, call, words, why):
+    hosts.save("abc", 1, 2)
+    name, *rest = words
+    done = call(name, f"hosts://{hosts.root('a')}?experimental=true", *rest)
+    assert done.code == 1
+    assert why in done.err
+    assert "--force" not in done.err
+    assert "older step" not in done.err
+
+
+def test_verify_all_reports_incomplete_checkpoints(hosts, call):
+    hosts.save("abc", 1, 2)
+    url = f"hosts://{hosts.root('a')}?experimental=true"
+    done = call("verify", url, "--all")
+    assert done.code == 1
+    assert done.out.endswith("0 checkpoints verified, 0 damaged, 2 incomplete\n")
+    found = call("verify", url, "--all", "--json").json
+    assert found["ok"] is False
+    assert list(found["incomplete"]) == ["1", "2"]
+
+
 def test_run_without_hosts_has_no_note(call, tmp_path):
     import penstock
 

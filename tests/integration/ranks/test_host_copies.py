@@ -198,8 +198,15 @@ def test_copy_in_flight_is_not_read(hosts, caplog):
     assert not caplog.records
 
 
-def test_one_host_has_no_copies(hosts):
-    assert hosts.run("aa", lambda *of: replicated(*of, 1)) == [[False], [False]]
+def test_one_host_has_no_copies(hosts, caplog):
+    assert hosts.run("aa", lambda *of: replicated(*of, 1, 2)) == [[False] * 2] * 2
+    assert caplog.text.count("copies = 1, but this job has 1 host: ") == 1
+
+
+def test_more_copies_than_hosts_are_reported(tmp_path, caplog):
+    hosts = Hosts(tmp_path, copies=5)
+    assert hosts.run("ab", lambda *of: replicated(*of, 1)) == [[True]] * 2
+    assert "copies = 5, but this job has 2 hosts: each file is copied to 1 other" in caplog.text
 
 
 def test_lost_host_is_recovered_without_the_durable_tier(tmp_path):

@@ -195,7 +195,7 @@ def test_absent_host_is_named(hosts):
 def test_job_with_incomplete_steps_alone_does_not_start_from_scratch(hosts):
     hosts.save("ab", 2, 3)
     whys = [
-        r"\(absent: b\).*restart with them.*first delete 2, 3 on rank 0",
+        r"\(absent: b\).*start again with them.*first delete 2, 3 on rank 0",
         "all checkpoints are incomplete",
     ]
 
