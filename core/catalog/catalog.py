@@ -8,6 +8,7 @@ never a record without data, and never an overwritten generation that comes back
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -91,6 +92,8 @@ class Catalog:
         self._look = look
         self.note_own = note_own
         self._doomed: set[int] = set()  # steps that retention is about to delete
+        self.choosing = threading.RLock()
+        """Held while retention, or the user, deletes steps: each relies on steps that stay."""
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -368,12 +371,13 @@ class Catalog:
             ConfigError: Without `named`, two tiers have different checkpoints at this step; nothing
                 was deleted.
         """
-        entries = self.entries()
-        if step not in entries:
-            raise self._not_found(step, list(entries))
-        if named is None:
-            check_same(self._backend.tiers, [step])
-        self._delete(entries[step], named)
+        with self.choosing:
+            entries = self.entries()
+            if step not in entries:
+                raise self._not_found(step, list(entries))
+            if named is None:
+                check_same(self._backend.tiers, [step])
+            self._delete(entries[step], named)
 
     def delete_older_generations(self, step: int, generation: int | None = None) -> None:
         """Delete the generations that an overwrite of `step` replaced.
@@ -411,16 +415,17 @@ class Catalog:
             CheckpointNotFoundError: There is no checkpoint at `step`.
             DamagedError: The checkpoint at `step` is incomplete; nothing was deleted.
         """
-        entries = self.entries()
-        if step not in entries:
-            raise self._not_found(step, list(entries))
-        if host_roots(self._backend) and (why := self.incompleteness(self.record(step))):
-            msg = f"{why}, so the later steps were not deleted; rewind to another step"
-            raise DamagedError(msg, [])
-        later = [s for s in entries if s > step]
-        for number in reversed(later):
-            self._delete(entries[number])
-        return later
+        with self.choosing:
+            entries = self.entries()
+            if step not in entries:
+                raise self._not_found(step, list(entries))
+            if host_roots(self._backend) and (why := self.incompleteness(self.record(step))):
+                msg = f"{why}, so the later steps were not deleted; rewind to another step"
+                raise DamagedError(msg, [])
+            later = [s for s in entries if s > step]
+            for number in reversed(later):
+                self._delete(entries[number])
+            return later
 
     def apply_retention(self, rules: Retention, *, protect: Collection[int] = ()) -> list[int]:
         """Delete the checkpoints that no retention rule keeps.

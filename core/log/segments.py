@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from penstock.core.errors import BlobExistsError
+from penstock.core.abc import copies_of
+from penstock.core.errors import BlobExistsError, StorageError
 from penstock.core.format.segment import (
     FIRST,
     HEADER_BYTES,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.core.types import BlobInfo, Buffer
 
 log = logging.getLogger("penstock")
+
+T = TypeVar("T")
 
 PIECE_BYTES = 16 << 20
 _SEGMENT_BYTES = 1 << 30
@@ -61,8 +66,10 @@ class StoredEntry:
         )
 
     def is_whole(self, backend: Backend, into: memoryview | None = None) -> bool:
-        """Read the payload; return whether it matches the digest in the header."""
-        return is_whole(self.pieces(backend, into), self.header)
+        """Read the payload, from another copy if one is damaged; return whether it is whole."""
+        return bool(
+            _found(backend, lambda one: is_whole(self.pieces(one, into), self.header) or None)
+        )
 
     def pieces(self, backend: Backend, into: memoryview | None = None) -> Iterator[memoryview]:
         """Yield the payload in pieces that end at page boundaries of the segment.
@@ -257,9 +264,7 @@ def entries_of(
     if after is not None:
         at, previous = after.offset + after.header.stored_bytes, after.header.digest
     while at + HEADER_BYTES <= size:
-        data = bytearray(HEADER_BYTES)
-        backend.read([ReadRequest(name, at, memoryview(data))])
-        header = decode_header(bytes(data), name)
+        header = _found(backend, partial(_header, name, at))
         if header is None or at + HEADER_BYTES + header.payload_bytes > size:
             return
         if (header.base, header.rank) != (base, rank):
@@ -272,6 +277,22 @@ def entries_of(
             return
         yield StoredEntry(name, at, header)
         at, previous = at + header.stored_bytes, header.digest
+
+
+def _header(name: str, at: int, backend: Backend) -> EntryHeader | None:
+    data = bytearray(HEADER_BYTES)
+    backend.read([ReadRequest(name, at, memoryview(data))])
+    return decode_header(bytes(data), name)
+
+
+def _found(backend: Backend, read: Callable[[Backend], T | None]) -> T | None:
+    """Return the first result of `read` that is not None: of the store, then of each copy."""
+    found = read(backend)
+    for place in copies_of(backend) if found is None else ():
+        with suppress(StorageError):  # it may lack the segment, or its end
+            if (found := read(place.backend)) is not None:
+                break
+    return found
 
 
 def _requests(at: int, buffers: Sequence[Buffer]) -> Iterator[WriteRequest]:

@@ -565,14 +565,16 @@ class Saver(SaveSurroundings):
         self._copies.replicate(report, ended)
 
     def _clean_up(self, report: SaveReport, *, overwrite: bool) -> None:
-        clean_up_after(
-            report,
-            self._catalog,
-            overwrite=overwrite,
-            retention=self._config.retention,
-            protect=self._protected(),
-            events=self._events,
-        )
+        # Once the checkpoint is replicated, this runs beside the user's calls.
+        with self._catalog.choosing:
+            clean_up_after(
+                report,
+                self._catalog,
+                overwrite=overwrite,
+                retention=self._config.retention,
+                protect=self._protected(),
+                events=self._events,
+            )
 
     def _is_tier_silent(self) -> bool:
         return self._tiers is not None and self._tiers.is_silent()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.survey import is_whole, read_borrowed, read_commit, uids_named
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -145,10 +146,17 @@ class TierRepairs:
 
         Raises:
             DamagedError: The copy in tier `good` is damaged; nothing was deleted.
+            ConfigError: The tier `bad` has a root on each host; nothing was deleted.
             BusyError: Another thread of this process replaces a copy of the checkpoint, or another
                 process copies it to that tier.
             StorageError: A tier failed.
         """
+        if self._is_on_hosts(bad):
+            msg = (
+                f"tier {self._tiers[bad].name} has a root on each host: a repair would move all of "
+                "the checkpoint to this host. Later checkpoints replace the damaged one"
+            )
+            raise ConfigError(msg)
         with self._ended:
             if record.uid in self._withdrawn:
                 return
@@ -224,11 +232,16 @@ class TierRepairs:
                     # A blob that several checkpoints need is replaced with the first of them.
                     bad = {(number, name) for name in names} - replaced
                     # Replacing deletes the record, and the copy to the next tier may be in flight.
-                    if bad and number < best and number not in where.waiting:
+                    # Hosts keep their copies of other files.
+                    is_left = number in where.waiting or self._is_on_hosts(number)
+                    if bad and number < best and not is_left:
                         self.replace_copy(where.record, best, number)
                         replaced |= bad
         except Exception as error:  # noqa: BLE001 - a task's boundary: reading continues without it
             log.warning("repairing a damaged copy failed: %s", str(error))
+
+    def _is_on_hosts(self, number: int) -> bool:
+        return bool(host_roots(self._tiers[number].backend))
 
     def _moved(self, _: int) -> None:
         self._watchdog.moved()
@@ -241,7 +254,8 @@ class TierRepairs:
         record = read_commit(self._tiers[good].backend, name)
         for number, tier in enumerate(self._tiers[:good]):
             uids = uids_named(tier.backend, [name])
-            if uids == {name: None} and not is_marked(tier.backend, record.uid):
+            is_left = is_marked(tier.backend, record.uid) or self._is_on_hosts(number)
+            if uids == {name: None} and not is_left:
                 self.replace_copy(record, good, number, unreadable=True)
 
     def _check_good(

@@ -7,6 +7,8 @@ import torch
 from tests.integration.log.test_ranks import BASE, LAST, Replica, flip, trained
 from tests.integration.ranks.test_hosts import Hosts
 
+from penstock.core.format.segment import HEADER_BYTES
+
 
 @pytest.fixture
 def hosts(tmp_path):
@@ -112,6 +114,16 @@ def test_damaged_entry_is_not_copied(hosts, caplog):
     assert log_to(hosts, "ab", 6) == [5, 5]
     assert "a log of another host is not copied: DamagedError: the log ends before" in caplog.text
     assert copy.stat().st_size <= 3 * size
+
+
+@pytest.mark.parametrize("at", [0, HEADER_BYTES])
+@pytest.mark.parametrize("host", "ab")
+def test_damaged_entry_is_read_from_another_host(hosts, host, at):
+    log_to(hosts, "ab")
+    (damaged,) = logs(hosts, host, 1)
+    flip(damaged, 3 * (damaged.stat().st_size // 5) + at)
+    assert restored(hosts, "ab") == LAST
+    assert restored(hosts, "ba") == LAST
 
 
 def test_log_is_copied_as_one_file_after_an_error_of_the_neighbor(hosts):

@@ -1,13 +1,14 @@
 """Hosts copy each other's files, so that a job survives the loss of any one of them."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 from tests.integration.ranks.saving import SHORT_TIMEOUT_S
 from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
 from tests.integration.training import Gate
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CheckpointNotFoundError, ConfigError
 from penstock.core.format.records import parse_commit_name
 
 
@@ -217,6 +218,23 @@ def test_lost_host_is_recovered_without_the_durable_tier(tmp_path):
     assert Hosts(tmp_path, copies=1).restore("axc") == 2
 
 
+@pytest.mark.parametrize("repairs", [False, True])
+def test_repair_leaves_the_copies_on_the_other_hosts(tmp_path, repairs):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
+    tiers.run("abcd", lambda *of: replicated(*of, 1))
+    tiers.lose("a")
+    tiers.lose("b")
+
+    def work(ckpt, rank, count):
+        restored(ckpt, rank, count, "latest")
+        if rank == 0 and repairs:
+            assert not ckpt.verify(1, repair=True).ok
+
+    tiers.run("abcd", work)
+    assert len(blobs(tiers, "c")) == len(blobs(tiers, "d")) == 2
+    assert not blobs(tiers, "a")
+
+
 @pytest.mark.parametrize("copies", [{"a": 1, "b": 0}, {"a": 0, "b": 1}])
 def test_ranks_with_other_numbers_of_copies_are_refused(tmp_path, copies):
     hosts = Hosts(tmp_path, copies=copies.__getitem__)
@@ -249,6 +267,30 @@ def test_rewind_leaves_the_newest_replicated_checkpoint(hosts):
     root.clear()
     hosts.lose("a")
     assert hosts.restore("bx") == 2
+
+
+def test_retention_and_a_rewind_do_not_delete_each_others_steps(hosts):
+    root, gate = hosts.faulty("a"), Gate()
+
+    def rewind(ckpt):
+        with suppress(CheckpointNotFoundError):
+            ckpt.rewind(1)
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            held = root.block("delete", gate, match="commits/00000001")
+        replicated(ckpt, rank, count, 2)
+        if rank == 0:
+            assert held.reached.wait(60)
+            rewinding = threading.Thread(target=rewind, args=[ckpt])
+            rewinding.start()
+            rewinding.join(2)
+            gate.set()
+            rewinding.join(60)
+
+    hosts.run("ab", work, retention={"keep_last": 1})
+    assert hosts.restore("ab") == 2
 
 
 def test_step_that_is_saved_again_after_a_rewind_is_replicated(hosts):

@@ -1,9 +1,11 @@
 """Hosts are killed, stopped, cut off or full at chosen moments: no replicated step is lost."""
 
 import json
+import re
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -318,23 +320,62 @@ def test_full_host_gets_its_copies_once_it_has_room(tmp_path):
     assert "no space left" in text.lower()
 
 
-@pytest.mark.process
-@pytest.mark.multirank
-def test_cut_off_host_does_not_stop_training(tmp_path):
-    """The job's store has another network, as training does."""
-    root = tmp_path / "run"
+@contextmanager
+def switched(root, hosts="ab", **options):
+    """A job whose store has another network, as training does; yields the switch, too."""
     store = '"10.1.0.1", 29500, is_master=rank == 0, wait_for_workers=False'
     program = ENTER + CONNECT + PROGRAM.replace('"127.0.0.1", port, is_master=False', store)
     with Namespaces("net") as switch:
         switch.run("ip link add bridge type bridge && ip link set bridge up")
-        options = {"pid": switch.pid, "enter": ["user", "net"], "first": 1}
-        options |= {"network": "10.2.0.0/24", "limit_s": LIMIT_S, "tiered": True}
-        with Job(root, program=program, steps=3, asks=True, alone=[1, 2], **options) as job:
-            assert job.read("replicated", "0") == [["True"]] * 2
-            switch.run("ip link set port22 down")
-            for step in "12":
-                job.ask()
-                job.read("committed", step)
+        options |= {"pid": switch.pid, "enter": ["user", "net"], "first": 1}
+        options |= {"network": "10.2.0.0/24", "limit_s": LIMIT_S}
+        with Job(root, hosts, program, **options) as job:
+            yield job, switch
+
+
+# The call of host `a` during which it is cut off.
+LOOKS = {
+    "join": ("read_record", "tier/host.json"),
+    "inventory": ("list", "commits/"),
+    "record": ("read_record", "commits/"),
+    "data": ("read", "/blobs/"),
+}
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("tiered", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "look", [pytest.param(k, marks=[] if k == "data" else pytest.mark.slow) for k in LOOKS]
+)
+def test_host_cut_off_during_a_restore_lets_no_rank_restore_alone(tmp_path, look, tiered):
+    root, order = tmp_path / "run", "cab"  # no host has the rows of its rank
+    with Job(root, "abc", steps=2, tiered=tiered) as job:
+        job.end()
+    operation, match = LOOKS[look]
+    call = {"operation": operation, "match": match, "left": 1, "number": signal.SIGSTOP}
+    strike = {"rank": 1, "root": call}
+    with switched(root, order, steps=2, tiered=tiered, strike=strike) as (job, switch):
+        until(job.ranks[1], "struck")
+        switch.run("ip link set port22 down")
+        wake(job.ranks[1])
+        found = [re.findall("restored .*", process.stdout.read()) for process in job.ranks]
+    assert found in ([["restored 1 True"]] * 3, [[]] * 3)
+    with Job(root, order, steps=2, tiered=tiered) as job:
+        assert job.end() == 1
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_cut_off_host_does_not_stop_training(tmp_path):
+    root = tmp_path / "run"
+    options = {"asks": True, "alone": [1, 2], "tiered": True}
+    with switched(root, steps=3, **options) as (job, switch):
+        assert job.read("replicated", "0") == [["True"]] * 2
+        switch.run("ip link set port22 down")
+        for step in "12":
+            job.ask()
+            job.read("committed", step)
     assert "straight to tier durable" in (tmp_path / "log").read_text()
     with Job(root, steps=4, tiered=True) as job:
         assert job.end() == 2
