@@ -22,6 +22,7 @@ from penstock.core.abc import (
     HostRoots,
     PluginConfig,
     SizeBytes,
+    absence,
     call_all_with_deadline,
     current_timing,
     encode_host,
@@ -51,7 +52,6 @@ _RECORDS = (_COMMITS, "notes/", "tier/")
 """Prefixes of the records that every host has; they count only in roots of the newest epoch."""
 
 _MOST_KNOWN = 1 << 16
-_SHOWN = 3  # hosts that a message names
 
 
 class HostsConfig(PluginConfig):
@@ -281,13 +281,8 @@ class HostsBackend(HostRoots):
 
     def check_may_delete(self) -> None:
         """See `HostRoots.check_may_delete`."""
-        if not self._joined and (absent := self.absent()):
-            msg = (
-                f"{self.url} is the root of one host, and nothing was deleted: the hosts "
-                f"{', '.join(absent[:_SHOWN])} of the last job may need the data. Delete in a job "
-                "with these hosts. A job without them can delete after its first save"
-            )
-            raise StorageError(msg)
+        if not self._joined and (why := absence(self)):
+            raise StorageError(why)
 
     def sweep(self, before_s: float, /) -> None:
         """Sweep all roots."""

@@ -26,6 +26,7 @@ HOST_NAME = "tier/host.json"
 _VERSION = 1
 _LIMIT_BYTES = 1 << 20
 _MAX_EPOCH = (1 << 62) - 1
+_SHOWN = 8  # hosts that a message names
 
 
 class HostRoot(NamedTuple):
@@ -135,6 +136,30 @@ def host_roots(backend: Backend, /) -> dict[int, HostRoots]:
         if isinstance(inner, HostRoots):
             found[number] = inner
     return found
+
+
+def absent_hosts(backend: Backend, /) -> str:
+    """Return the names of the hosts of the last job that are absent; empty if none is.
+
+    Raises:
+        FormatError: The record that names them is damaged.
+        StorageError: A host does not answer.
+    """
+    absent = {name for place in host_roots(backend).values() for name in place.absent()}
+    return ", ".join(sorted(absent)[:_SHOWN])
+
+
+def absence(backend: Backend, /) -> str:
+    """Return why nothing may be deleted: hosts of the last job are absent; empty if none is.
+
+    Raises the same errors as `absent_hosts`.
+    """
+    absent = absent_hosts(backend)
+    return absent and (
+        f"the hosts {absent} of the last job are absent, and may need the data: nothing was "
+        "deleted. Delete in a job with them, such as this command under torchrun on all hosts, or "
+        "in a job without them, after its first save"
+    )
 
 
 def copies_of(backend: Backend, /) -> Iterator[Tier]:

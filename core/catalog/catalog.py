@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import host_roots
+from penstock.core.abc import absence, absent_hosts, host_roots
 from penstock.core.catalog.deletion import check_same, delete_records
 from penstock.core.catalog.notes import NotesOfRun, gone, write_note
 from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _SHOWN_STEPS = 20
-_SHOWN_HOSTS = 8
 _TRIES = 5  # a step that is overwritten repeatedly may change after each listing
 
 
@@ -137,7 +136,7 @@ class Catalog:
         if any(has_data(place, record) for place in (self._backend, *tiers)):
             return ""
         try:
-            absent = self._absent_hosts()
+            absent = absent_hosts(self._backend)
         except FormatError:
             absent = ""
         names = f" (absent: {absent})" if absent else ""
@@ -556,11 +555,7 @@ class Catalog:
         Deletes nothing while hosts of the last job are absent, since their commit records may need
         any data.
         """
-        if absent := self._absent_hosts():
-            why = (
-                f"the hosts {absent} are absent, and their commit records may need any data; prune "
-                "in a job with them, or after the first save of a job without them"
-            )
+        if why := absence(self._backend):
             return PruneReport(refused=(why,), dry_run=dry_run)
         return prune(
             self._backend,
@@ -608,16 +603,6 @@ class Catalog:
                     log.warning("%s; an older generation is used", why)
                     return older
         return newest
-
-    def _absent_hosts(self) -> str:
-        """Return the names of the hosts of the last job that are absent; empty if there are none.
-
-        Raises:
-            FormatError: The record that names them is damaged.
-        """
-        roots = host_roots(self._backend)
-        absent = sorted({name for place in roots.values() for name in place.absent()})
-        return ", ".join(absent[:_SHOWN_HOSTS])
 
     def _delete(
         self, names: Iterable[str], uids: Mapping[str, str | None] | None = None

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -30,16 +31,20 @@ if TYPE_CHECKING:
     from penstock.core.ranks.group import RankGroup
 
 _END_KEY = "command/end"
-_SHOWN = 3  # hosts that a message names
+_ANSWER_KEY = "command/{:05d}"
 
 _joined: list[_Job] = []  # at most one: a process runs one command
 
 
 @contextmanager
 def open_run(
-    url: str, *, light: bool = True, at_each_host: Callable[[Backend], str] | None = None
+    url: str,
+    *,
+    light: bool = True,
+    must_exist: bool = True,
+    at_each_host: Callable[[Backend], Any] = lambda _: None,
 ) -> Iterator[Backend]:
-    """Open a run, which must exist.
+    """Open a run.
 
     In a job of several ranks, joins the roots of all hosts if the run has any. Then only rank 0
     gets the run.
@@ -47,18 +52,20 @@ def open_run(
     Args:
         url: A path, a URL, or a configuration file.
         light: As for `open_backend`.
-        at_each_host: Called with the run on each other rank; `answers` returns the results.
+        must_exist: As for `open_backend`.
+        at_each_host: Called with the run on each rank; `answers` returns the results, which are
+            written as JSON.
 
     Raises:
         typer.Exit: On ranks other than 0, after rank 0 has ended.
         PenstockError: The run cannot be opened, or a rank did not join.
     """
-    with closing(open_backend(backend_of(url), must_exist=True, light=light)) as backend:
+    with closing(open_backend(backend_of(url), must_exist=must_exist, light=light)) as backend:
         if os.environ.get("WORLD_SIZE", "1") != "1" and host_roots(backend):
-            job = _Job(url, backend)
+            job = _Job(url, backend, partial(at_each_host, backend))
             _joined.append(job)
             if job.rank:
-                raise typer.Exit(job.follow(backend, at_each_host))
+                raise typer.Exit(job.follow())
         try:
             yield backend
         except PenstockError as error:  # often because files are on hosts that are not shown
@@ -69,8 +76,10 @@ def open_run(
             raise
 
 
-def answers() -> list[tuple[str, int, str]]:
-    """Wait for each other rank; return its host, its number, and the result of `at_each_host`.
+def answers() -> list[tuple[str, int, Any]]:
+    """Wait for each rank; return its host, its number, and the result of `at_each_host`.
+
+    Returns nothing in a process that is the only rank.
 
     Raises:
         StorageError: It has failed there.
@@ -94,26 +103,10 @@ def ending_job() -> Iterator[None]:
             _joined.pop().end(code)
 
 
-def check_all_joined(backend: Backend) -> None:
-    """Raise if hosts of the last job are absent: they may still need what a command deletes.
-
-    Raises:
-        StorageError: Hosts are absent.
-    """
-    for place in host_roots(backend).values():
-        if absent := place.absent():
-            msg = (
-                f"the hosts {', '.join(absent[:_SHOWN])} of the last job are absent, and may need "
-                "the data: nothing was deleted. Run the command under torchrun on all hosts, or "
-                "delete in a job without them, after its first save"
-            )
-            raise StorageError(msg)
-
-
 class _Job:
     """The ranks that run one command."""
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: Backend, at_each_host: Callable[[], Any]) -> None:
         # Most commands run as one process, and need none of these.
         from penstock.core.config.model import load_config  # noqa: PLC0415
         from penstock.core.hosts.joining import RootsOfJob  # noqa: PLC0415
@@ -127,33 +120,33 @@ class _Job:
             backend, self._ranks, network=config.rank_network, order=_refuse
         )
         self._roots.join()
+        self._at_each_host = at_each_host
         group = self._ranks.of_restore()
         assert group is not None  # WORLD_SIZE is above 1
         self._group: RankGroup = group
         self.rank = group.place.rank
 
-    def follow(self, backend: Backend, at_each_host: Callable[[Backend], str] | None) -> int:
+    def follow(self) -> int:
         """Serve the root of this host until rank 0 ends; return the exit code of rank 0."""
-        if at_each_host is not None:
-            try:
-                answer = {"answer": at_each_host(backend)}
-            except PenstockError as error:  # rank 0 reports it
-                answer = {"error": said(error)}
-            host = self._group.place.host
-            answer_key = _answer_key(self.rank)
-            self._group.coordination.post(answer_key, json.dumps([host, answer]).encode())
+        answer, error = None, ""
+        try:
+            answer = self._at_each_host()
+        except PenstockError as failure:  # rank 0 reports it
+            error = said(failure)
+        value = json.dumps([self._group.place.host, answer, error]).encode()
+        self._group.coordination.post(_ANSWER_KEY.format(self.rank), value)
         code = int(self._wait(_END_KEY))
         self._roots.close()
         return code
 
-    def answers(self) -> list[tuple[str, int, str]]:
-        found = []
+    def answers(self) -> list[tuple[str, int, Any]]:
+        found = [(self._group.place.host, 0, self._at_each_host())]
         for rank in range(1, self._group.place.world_size):
-            host, answer = json.loads(self._wait(_answer_key(rank)))
-            if "error" in answer:
-                msg = f"host {host} of rank {rank}: {answer['error']}"
+            host, answer, error = json.loads(self._wait(_ANSWER_KEY.format(rank)))
+            if error:
+                msg = f"host {host} of rank {rank}: {error}"
                 raise StorageError(msg)
-            found.append((host, rank, answer["answer"]))
+            found.append((host, rank, answer))
         return found
 
     def end(self, code: int) -> None:
@@ -173,10 +166,6 @@ class _Job:
         while (value := board.read([key])[0]) is None:
             board.wait(key, self._group.timeout_s)
         return value
-
-
-def _answer_key(rank: int) -> str:
-    return f"command/{rank:05d}"
 
 
 def _refuse(number: int, kind: str, body: bytes) -> bytes:

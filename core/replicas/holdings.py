@@ -54,6 +54,11 @@ class Holdings:
                 if self._counts(host, name):
                     self._sizes[name][host] = size
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of each file that counts: the largest, if hosts have several."""
+        return {name: max(sizes.values()) for name, sizes in self._sizes.items()}
+
     def holders(self, name: str, size_bytes: int) -> set[str]:
         """Return the hosts that have a file in its full length, if it counts there."""
         sizes = self._sizes.get(name, {})

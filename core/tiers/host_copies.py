@@ -34,7 +34,7 @@ from penstock.core.tiers.host_orders import Order
 from penstock.core.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.core.abc import Backend, HostRoots
     from penstock.core.catalog.catalog import Catalog
@@ -337,11 +337,16 @@ class _Lead:
             )
 
 
-def files_of(place: Backend, record: CommitRecord) -> dict[str, int]:
-    """Return the files of a checkpoint and the blobs that it borrows, with their sizes."""
+def files_of(
+    place: Backend, record: CommitRecord, sizes: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the files of a checkpoint and the blobs that it borrows, with their sizes.
+
+    `sizes` may give the sizes of all files at that place; otherwise they are listed.
+    """
     prefix = data_prefix(record.uid)
     kinds = f"{prefix}blobs/", f"{prefix}parts/"
-    sizes = sizes_below(place, [record.uid])
+    sizes = sizes_below(place, [record.uid]) if sizes is None else sizes
     files = {n: size for n, size in sizes.items() if n.startswith(kinds) or n == record.index.name}
     files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
     name = commit_name(record.step, record.generation)
@@ -363,5 +368,10 @@ def holdings_of(place: HostRoots, record: CommitRecord) -> tuple[Holdings, HostG
         with suppress(BlobNotFoundError):
             sizes[name] = root.backend.stat(name).size_bytes
         listings.append(RootListing(str(number), root.epoch, sizes))
+    return Holdings(listings), groups_of(place)
+
+
+def groups_of(place: HostRoots) -> HostGroups:
+    """Return the groups of hosts that hold copies; hosts are named as in `holdings_of`."""
     domains = {str(number): root.domain for number, root in enumerate(place.roots)}
-    return Holdings(listings), group_hosts(domains, place.copies)
+    return group_hosts(domains, place.copies)

@@ -13,6 +13,7 @@ from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
 from penstock.core.cli.app import Exclude, Include, Json, backend_of, command, root, size_of
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import print_json, print_line, warn
 from penstock.core.cli.output.runs_on_disk import same_place
 from penstock.core.concurrency.workers import Workers, default_workers
@@ -131,7 +132,7 @@ def _check_codec(name: str) -> None:
 
 @command("copy")
 def copy(  # noqa: PLR0913 - its options
-    from_url: Annotated[str, root("FROM", "the run to copy from", callback=backend_of)],
+    from_url: Annotated[str, root("FROM", "the run to copy from")],
     to_url: Annotated[
         str, root("TO", "the run to copy to, created if needed", callback=backend_of)
     ],
@@ -207,7 +208,7 @@ def copy(  # noqa: PLR0913 - its options
         msg = f"{option} is for byte-for-byte copies; leave out options that select or encode"
         raise typer.BadParameter(msg)
     with (
-        closing(open_backend(from_url, must_exist=True)) as source,
+        open_run(from_url, light=False) as source,
         closing(open_backend(to_url)) as target,
         closing(Workers(default_workers())) as workers,
     ):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.core.abc import absence
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.deletion import check_same
 from penstock.core.catalog.notes import NotesOfRun
@@ -14,9 +15,9 @@ from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import places_of, survey_records, survey_run, uids_named
 from penstock.core.cli.app import AsGiven, DryRun, Json, Yes, ask, command, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
-from penstock.core.cli.job import check_all_joined, open_run
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import print_json, print_line
-from penstock.core.errors import ConfigError, DamagedError
+from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
 from penstock.core.restore.inspector import Inspector
@@ -90,8 +91,9 @@ def delete(
         named = {step: _named_by(backend, catalog, step, entries.get(step)) for step in chosen}
         doomed = [_deleted_step(backend, step, uids) for step, uids in named.items()]
         left = [step for step in entries if step not in chosen]
-        if not dry_run:  # first: while hosts are absent, no checkpoint looks whole
-            check_all_joined(backend)
+        # First: while hosts are absent, no checkpoint looks whole.
+        if not dry_run and (why := absence(backend)):
+            raise StorageError(why)
         if not force:
             _check_pins(backend, catalog, chosen)
         if tier is None:
@@ -292,7 +294,8 @@ def prune(
       penstock prune runs/gpt --grace 1h
     """
     with open_run(url) as backend:
-        check_all_joined(backend)
+        if why := absence(backend):
+            raise StorageError(why)
         catalog = Catalog(backend, look=Inspector(default_registry()).is_whole)
         report = catalog.prune(grace_s=grace_s, dry_run=True, everything=everything)
         # Overwritten generations are deleted too, but the report does not count their bytes: those

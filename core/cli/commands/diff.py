@@ -20,6 +20,7 @@ from penstock.core.cli.app import (
     root,
     which_step,
 )
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import Column, number_text, print_json, print_line, print_table
 from penstock.core.concurrency.workers import Workers, default_workers
 from penstock.core.diff.checkpoints import diff_checkpoints
@@ -86,7 +87,7 @@ def diff(
     """
     errors.exit_code = 2  # like diff(1): 1 means that they differ
     with ExitStack() as stack:
-        a = stack.enter_context(closing(open_backend(backend_of(url_a), must_exist=True)))
+        a = stack.enter_context(open_run(url_a, light=False))
         b = a
         if url_b is not None:
             b = stack.enter_context(closing(open_backend(backend_of(url_b), must_exist=True)))

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import time
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,10 +19,11 @@ from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import CLOCK_PREFIX
 from penstock.core.catalog.survey import survey_run, unrecorded
-from penstock.core.cli.app import Json, Url, command, size_of
+from penstock.core.cli.app import AsGiven, Json, backend_of, command, size_of
 from penstock.core.cli.bench.raw import measure
 from penstock.core.cli.bench.scratch import without_traces
-from penstock.core.cli.output.render import age_text, print_json, print_line
+from penstock.core.cli.job import answers, open_run
+from penstock.core.cli.output.render import age_text, print_json, print_line, steps_text
 from penstock.core.cli.output.runs_on_disk import (
     OPENING,
     local_root,
@@ -31,6 +31,7 @@ from penstock.core.cli.output.runs_on_disk import (
     quiet,
     tiers_quiet,
 )
+from penstock.core.cli.output.shares import hosts_seen, spreads_of
 from penstock.core.config.plugin_choice import BackendConfig, scheme_of, shown_url
 from penstock.core.errors import (
     ConfigError,
@@ -43,11 +44,10 @@ from penstock.core.foreign import said
 from penstock.core.format.records import DATA_PREFIX, CommitRecord
 from penstock.core.pipeline.staging import container_memory, machine_memory
 from penstock.core.plugins.registry import default_registry
-from penstock.core.storage.open import open_backend
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from penstock.core.abc import Backend
 
@@ -114,7 +114,7 @@ class Check:
 
 @command("doctor")
 def doctor(
-    url: Url,
+    url: AsGiven,
     *,
     probe: Annotated[
         bool,
@@ -132,7 +132,8 @@ def doctor(
 
     The run need not exist yet. Nothing is left behind, unless the command is killed while it
     writes; `penstock prune` finds the remains. A check is `ok`, `info` (a fact), `warn` (works, but
-    could be better) or `fail` (a save would fail; the exit code is 1).
+    could be better) or `fail` (a save would fail; the exit code is 1). Under torchrun, checks each
+    host.
 
     Examples:
       penstock doctor runs/gpt
@@ -141,25 +142,33 @@ def doctor(
         jq '.checks[] | select(.status != "ok")'
     """
     probe_bytes = probe_size if probe else 0
-    checks = [_uring()]
-    given: object = url  # a table, if the configuration file has one
+    checks: list[Check] = []
+    given: object = backend_of(url)  # a table, if the configuration file has one
     shown = shown_url(given) if isinstance(given, str) else "the backend of the configuration"
     # A check reports, with advice, that io_uring is not used.
     no_warning = quiet(OPENING, logging.ERROR)
+
+    def at_each_host(backend: Backend) -> list[dict[str, Any]]:
+        uring = _uring()
+        if not _may_use_uring(given):
+            why = f"not used for {backend.name}: {uring.found}"
+            uring = replace(uring, status="info", found=why, advice=None)
+        return [asdict(check) for check in (uring, *_check_backend(backend, probe_bytes))]
+
+    opening = open_run(url, light=False, must_exist=False, at_each_host=at_each_host)
     try:
-        with no_warning, tiers_quiet(), closing(open_backend(url)) as backend:
+        with no_warning, tiers_quiet(), opening as backend:
             shown = backend.url
-            if not _may_use_uring(given):
-                why = f"not used for {backend.name}: {checks[0].found}"
-                checks = [replace(checks[0], status="info", found=why, advice=None)]
-            checks += _check_backend(backend, probe_bytes)
-    except ConfigError:
+            (_, _, here), *others = answers() or [("", 0, at_each_host(backend))]
+            checks = [Check(**check) for check in here]
+            checks += [*(_check_host(*one) for one in others), *_check_hosts(backend)]
+    except (ConfigError, typer.Exit):
         raise
     except Exception as error:  # noqa: BLE001 - a backend may fail in any way: a finding
         found = str(error) if isinstance(error, PenstockError) else said(error)
-        if len(checks) == 1:
-            checks += _check_process()
-            checks.append(Check("open", "fail", found, "the store cannot be used: fix this first"))
+        if not checks:
+            fail = Check("open", "fail", found, "the store cannot be used: fix this first")
+            checks = [_uring(), *_check_process(), fail]
         else:
             checks.append(Check("close", "fail", found, "fix the backend"))
     ok = all(check.status != "fail" for check in checks)
@@ -184,6 +193,47 @@ def _check_backend(backend: Backend, probe_bytes: int) -> list[Check]:
         others = number > 0 if why is None else not all(silent.values())
         checks += [_as_of_tier(tier.name, check, number, others=others) for check in found]
     return [*checks, *_check_process()]
+
+
+def _check_host(host: str, rank: int, answer: list[dict[str, Any]]) -> Check:
+    """Return the findings of one host as one: its disk, and what is not well."""
+    checks = [Check(**one) for one in answer]
+    bad = [check for check in checks if check.status in {"warn", "fail"}]
+    disk = [check for check in checks if check.name.endswith(("file system", "space"))]
+    texts = [one.found for one in disk if one not in bad] + [f"{c.name}: {c.found}" for c in bad]
+    advice = "; ".join(f"{check.name}: {check.advice}" for check in bad if check.advice)
+    status = max((check.status for check in checks), key=list(_STYLES).index)
+    values = {"host": host, "rank": rank, "checks": answer}
+    return Check(f"rank {rank}, {host}", status, "; ".join(texts), advice or None, values)
+
+
+def _check_hosts(backend: Backend) -> Iterator[Check]:
+    """Check how many copies the hosts can have, and whether the newest checkpoint has them."""
+    seen, place = hosts_seen(backend), next(iter(host_roots(backend).values()), None)
+    if place is None:
+        return
+    note = "" if seen is None else seen.note()
+    if len(place.roots) == 1:
+        note = note or "run the command under torchrun on all hosts to see all"
+        yield Check("hosts", "info", f"copies = {place.copies}; {note}")
+        return
+    domains = {root.domain or root.host for root in place.roots}
+    found = f"{len(place.roots)} in {counted(len(domains), 'domain')}, copies = {place.copies}"
+    few = len(domains) <= place.copies
+    advice = f"{place.copies} copies need {1 + place.copies} domains" if few else None
+    found = f"{found}; {note}" if note else found
+    yield Check("hosts", "warn" if few or note else "ok", found, advice)
+    records = [one for _, one in Catalog(place).records() if isinstance(one, CommitRecord)]
+    states = {uid: spread.state for uid, spread in spreads_of(backend, records).items()}
+    if not states:  # there are no checkpoints, or a host does not answer, which was reported
+        return
+    found, advice = f"step {records[-1].step} is {states[records[-1].uid]}", None
+    if lacking := [r.step for r in records if states[r.uid] in {"incomplete", "none"}]:
+        found += f"; incomplete on these hosts: {steps_text(lacking)}"
+        advice = "start the next job with the absent hosts"
+    elif place.copies and found.endswith("whole"):
+        advice = "its files have too few copies, which the next job makes"
+    yield Check("copies", "warn" if advice else "ok", found, advice)
 
 
 def _check_answer(backend: Backend) -> Check | None:
@@ -290,7 +340,7 @@ def _check_folder(root: Path, backend: Backend) -> list[Check]:
             advice = "choose another path; `penstock import` reads files of other tools"
             return [Check("folder", "fail", found, advice)]
         checks = []  # `write a record` finds out whether a file can be written
-    checks.append(_file_system(folder))
+    checks.append(_file_system(folder, memory_is_good=bool(host_roots(backend))))
     try:
         return [*checks, _space(folder), _inodes(folder)]
     except OSError as error:
@@ -306,7 +356,7 @@ def _folder(folder: Path, *, exists: bool) -> Check:
     return Check("folder", "ok" if exists else "info", found, values=values)
 
 
-def _file_system(folder: Path) -> Check:
+def _file_system(folder: Path, *, memory_is_good: bool) -> Check:
     mount = _mount_of(folder)
     if mount is None:
         return Check("file system", "info", "unknown: /proc does not show it")
@@ -316,6 +366,8 @@ def _file_system(folder: Path) -> Check:
     if read_only:
         return Check("file system", "fail", f"{found}, read-only", "mount it writable", values)
     advice = _NOT_A_DISK.get("fuse" if kind.startswith("fuse") else kind)
+    if memory_is_good and advice == _IN_MEMORY:
+        found, advice = f"{found}, memory: lost with this host", None
     return Check("file system", "warn" if advice else "ok", found, advice, values)
 
 
@@ -483,11 +535,7 @@ def _direct(backend: Backend, root: Path | None) -> Check:
 
 def _clock(backend: Backend) -> Check:
     before_s = time.time()
-    try:
-        store_s = backend.store_time_s()
-    except StorageError as error:
-        advice = "a save cannot write there: fix this first"
-        return Check("write a record", "fail", str(error), advice, {"skew_s": None})
+    store_s = backend.store_time_s()
     after_s = time.time()
     # The store read its clock between both times, so the skew is 0 if `store_s` is between them.
     # Beyond them, a few milliseconds mean nothing: kernels round file times down.
@@ -524,6 +572,10 @@ def _checkpoints(backend: Backend, root: Path | None) -> Check:
     found = f"{len(records)}, the newest of {size_text(size)}"
     if logs_bytes:
         found += f"; logs of {size_text(logs_bytes)}"
+    for place in host_roots(backend).values():
+        seen = hosts_seen(backend)
+        count = 1 if seen is None else len(seen.shown + seen.absent) or 1
+        size = size * min(1 + place.copies, count) // count  # of its own files and its copies
     free_bytes = size if root is None else shutil.disk_usage(root).free
     if free_bytes < size:
         advice = "make room, or keep fewer checkpoints (`retention`): another one does not fit"
@@ -589,10 +641,7 @@ def _speed(backend: Backend, root: Path | None, limit_bytes: int) -> Check:
         return Check("speed", "info", "not measured: no space is free")
     # The backend `hosts` lets no process that is alone delete, so the probe would stay.
     place = next((roots.own for roots in host_roots(backend).values()), backend)
-    try:
-        speed = measure(place, limit_bytes, root=root)
-    except PenstockError as error:
-        return Check("speed", "fail", str(error), "a save would fail in the same way")
+    speed = measure(place, limit_bytes, root=root)
     if not speed.same:
         advice = "do not use this store: look at the kernel log, and test the device"
         return Check("speed", "fail", "the bytes read are not the bytes written", advice)

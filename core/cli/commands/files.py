@@ -10,13 +10,13 @@ import typer
 
 from penstock import export_checkpoint, import_checkpoint
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.cli.app import Exclude, Include, Json, Step, Url, command, root, size_of
+from penstock.core.cli.app import AsGiven, Exclude, Include, Json, Step, command, root, size_of
+from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.errors import StepExistsError
 from penstock.core.log.inventory import last_logged, noting
 from penstock.core.reporting.progress import ProgressBar
 from penstock.core.restore.checkpoint import Checkpoint
-from penstock.core.storage.open import open_backend
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _pairs(texts: Sequence[str] | None) -> dict[str, str] | None:
 
 @command("export")
 def export(  # noqa: PLR0913 - its options
-    url: Url,
+    url: AsGiven,
     out: Annotated[
         str,
         typer.Argument(
@@ -101,7 +101,7 @@ def export(  # noqa: PLR0913 - its options
       penstock export runs/gpt gpt-dcp --to dcp
     """
     with (
-        closing(open_backend(url, must_exist=True)) as backend,
+        open_run(url, light=False) as backend,
         closing(ProgressBar("export", every_s=None, transient=True)) as bar,
     ):
         number = Catalog(backend).require_latest() if step is None else step

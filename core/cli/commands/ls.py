@@ -9,7 +9,6 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lender_report import (
     borrowed_bytes,
@@ -24,7 +24,7 @@ from penstock.core.catalog.lender_report import (
     find_lenders,
 )
 from penstock.core.catalog.notes import NotesOfRun
-from penstock.core.catalog.survey import data_by_uid, find_unrecorded
+from penstock.core.catalog.survey import data_by_uid, find_unrecorded, has_files
 from penstock.core.cli.app import AsGiven, Json, command
 from penstock.core.cli.job import open_run
 from penstock.core.cli.output.render import (
@@ -47,12 +47,12 @@ from penstock.core.cli.output.shares import (
     Spread,
     hosts_json,
     hosts_seen,
-    joined_place,
     print_hosts,
     spread_cell,
-    spread_of,
+    spreads_of,
 )
 from penstock.core.errors import ConfigError, DamagedError, StorageError
+from penstock.core.format.records import DATA_PREFIX
 from penstock.core.format.segment import log_prefix
 from penstock.core.log.segments import last_step, logs_of
 from penstock.core.suggest import nearest
@@ -363,26 +363,23 @@ def _print_metadata(one: Listed) -> None:
 
 def list_run(backend: Backend) -> list[Listed]:
     """Return every step of a run, ascending, including steps with a damaged record."""
-    catalog = Catalog(backend)
+    sizes = None  # of all files: one listing for all steps
+    if host_roots(backend):
+        sizes = {info.name: info.size_bytes for info in backend.list(DATA_PREFIX)}
     return [
         Listed(step, None, str(found))
         if isinstance(found, DamagedError)
-        else Listed(step, found, None, incomplete=bool(catalog.incompleteness(found)))
-        for step, found in catalog.records()
+        else Listed(
+            step, found, None, incomplete=not (sizes is None or has_files(backend, found, sizes))
+        )
+        for step, found in Catalog(backend).records()
     ]
 
 
 def with_spreads(listed: Sequence[Listed], backend: Backend) -> list[Listed]:
     """Add which host holds which files, if the roots of several hosts are joined."""
-    place = joined_place(backend)
-    found = []
-    for one in listed:
-        spread = None
-        if place is not None and one.record is not None:
-            with suppress(StorageError):  # reported as a tier that does not answer
-                spread = spread_of(place, one.record)
-        found.append(replace(one, spread=spread))
-    return found
+    spreads = spreads_of(backend, [one.record for one in listed if one.record is not None])
+    return [replace(one, spread=spreads.get(_uid(one))) for one in listed]
 
 
 def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:

@@ -42,7 +42,7 @@ from penstock.core.types import show_segment
 from penstock.core.units import SECONDS, counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.core.abc import Backend
     from penstock.core.cli.output.figures import Branch
@@ -50,8 +50,11 @@ if TYPE_CHECKING:
     from penstock.core.format.records import CommitRecord
 
 Chart = dict[str, Any]
+Points = defaultdict[str, list[tuple[int, str]]]
+"""Steps and places, by state."""
 
 _GREY, _BLUE, _OCHRE, _RED = "#9aa5b1", "#1f6f8b", "#d19a3c", "#b5412f"
+_TIERS = {"whole": (_BLUE, "square"), "to be copied": (_OCHRE, "square")}
 _SHARES = {
     "holds its files": (_BLUE, "square"),
     "has to copy files": (_OCHRE, "square"),
@@ -559,47 +562,42 @@ def chains(facts: RunFacts) -> Chart:
 
 def tiers(facts: RunFacts) -> Chart:
     """Return a chart of the tiers that have each checkpoint."""
-    traces = []
-    for name, color, wanted in (("whole", _BLUE, False), ("to be copied", _OCHRE, True)):
-        points = [
-            (str(one.step), tier)
-            for one in facts.listed
-            for tier in one.tiers
-            if _waits(one, tier) == wanted
-        ]
-        if points:
-            marker = {"symbol": "square", "size": 11, "color": color}
-            xs, ys = [x for x, _ in points], [shown(y) for _, y in points]
-            trace = {"type": "scatter", "mode": "markers", "name": name, "x": xs, "y": ys}
-            traces.append({**trace, "marker": marker})
-    axis = {"type": "category", "categoryorder": "array"}
-    names = [shown(name) for name in reversed(facts.tiers)]
-    return _chart(traces, yaxis={**axis, "categoryarray": names}, height=200)
+    points: Points = defaultdict(list)
+    for one in facts.listed:
+        for tier in one.tiers:
+            points["to be copied" if _waits(one, tier) else "whole"].append((one.step, tier))
+    return _places(points, _TIERS, facts.tiers, height=200)
 
 
 def hosts(facts: RunFacts) -> Chart:
     """Return a chart of the hosts that hold files of each checkpoint."""
-    points: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    names: dict[str, None] = {}
+    points: Points = defaultdict(list)
+    names: set[str] = set()
     for one in facts.listed:
         for share in one.spread.shares if one.spread else ():
-            names[share.host] = None
+            names.add(share.host)
             if state := _share_state(share):
-                points[state].append((str(one.step), share.host))
-    for step, host in product(facts.listed, facts.hosts.absent if facts.hosts else ()):
-        names[host] = None
-        points["absent"].append((str(step.step), host))
+                points[state].append((one.step, share.host))
+    for one, host in product(facts.listed, facts.hosts.absent if facts.hosts else ()):
+        names.add(host)
+        points["absent"].append((one.step, host))
+    return _places(points, _SHARES, sorted(names), height=max(200, 120 + 24 * len(names)))
+
+
+def _places(
+    points: Points, looks: Mapping[str, tuple[str, str]], names: Sequence[str], *, height: int
+) -> Chart:
+    """Return a chart of the places that have each checkpoint, with a marker for each state."""
     traces = []
-    for state, (color, symbol) in _SHARES.items():
+    for state, (color, symbol) in looks.items():
         if points[state]:
             marker = {"symbol": symbol, "size": 11, "color": color}
-            xs, ys = [x for x, _ in points[state]], [shown(y) for _, y in points[state]]
+            xs, ys = [str(x) for x, _ in points[state]], [shown(y) for _, y in points[state]]
             trace = {"type": "scatter", "mode": "markers", "name": state, "x": xs, "y": ys}
             traces.append({**trace, "marker": marker})
-    axis = {"type": "category", "categoryorder": "array"}
-    order = [shown(name) for name in sorted(names, reverse=True)]
-    height = max(200, 120 + 24 * len(names))
-    return _chart(traces, yaxis={**axis, "categoryarray": order}, height=height)
+    order = [shown(name) for name in reversed(names)]
+    axis = {"type": "category", "categoryorder": "array", "categoryarray": order}
+    return _chart(traces, yaxis=axis, height=height)
 
 
 def _share_state(share: HostShare) -> str:

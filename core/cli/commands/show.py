@@ -46,7 +46,7 @@ from penstock.core.cli.output.render import (
     ratio_text,
     value_text,
 )
-from penstock.core.cli.output.shares import host_facts, hosts_json, print_hosts
+from penstock.core.cli.output.shares import hosts_json, hosts_seen, print_hosts, spreads_of
 from penstock.core.errors import DamagedError
 from penstock.core.format.records import blob_uid
 from penstock.core.log.inventory import LogInfo, log_info, noting
@@ -196,7 +196,7 @@ def show(  # noqa: PLR0913 - its options
         notes = NotesOfRun.of(backend, contents.record).read(contents.record)
         record = contents.record
         logged, log_error = _logged(backend, record.uid)
-        hosts = host_facts(backend, record)
+        hosts = hosts_seen(backend), spreads_of(backend, [record]).get(record.uid)
     sums = [] if group_of is None else totals(one.as_sum(group_of(one)) for one in shown)
     if as_json:
         found: dict[str, Any] = {

@@ -5,7 +5,6 @@ Tested in `tests/core/cli/test_cli.py`.
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -109,7 +108,7 @@ def verify(
                 if not as_json:
                     _print(report, backend.url, listed_uids=_damaged_uids(reports))
                 reports.append(report)
-        copies = _copies_on_hosts(backend, damage_here)
+        copies = [{"host": h, "rank": rank, "damaged": a} for h, rank, a in answers()]
         incomplete = Catalog(backend).incomplete_from(0) if every else {}
         ok = not incomplete and all(report.ok and not report.not_decoded for report in reports)
         ok = ok and not any(one["damaged"] for one in copies)
@@ -142,8 +141,8 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     return steps[-1:] or [catalog.require_latest()]  # raises, and says why
 
 
-def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool) -> str:
-    """Verify the files on this host; return the damage by step, as JSON."""
+def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool) -> dict[int, str]:
+    """Verify the files on this host; return the damage by step."""
     found: dict[int, str] = {}
     place = joined_place(backend)
     assert place is not None
@@ -160,16 +159,7 @@ def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool)
                 continue
             except DamagedError as error:
                 found[number] = str(error)[:_LONGEST]
-    return json.dumps(dict(list(found.items())[:_MOST_STEPS]))
-
-
-def _copies_on_hosts(backend: Backend, here: Callable[[Backend], str]) -> list[dict[str, Any]]:
-    """Return the damage on each host, after all hosts have verified their files."""
-    place = joined_place(backend)
-    if place is None:
-        return []
-    found = [(place.roots[0].host, 0, here(backend)), *answers()]
-    return [{"host": host, "rank": rank, "damaged": json.loads(a)} for host, rank, a in found]
+    return dict(list(found.items())[:_MOST_STEPS])
 
 
 def _print_incomplete(incomplete: Mapping[int, str]) -> None:

@@ -5,18 +5,19 @@ Tested in `tests/core/cli/test_hosts.py`.
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import host_roots, read_host
+from penstock.core.catalog.survey import has_files
 from penstock.core.cli.output.render import Cell, Column, print_line, print_table
-from penstock.core.errors import FormatError, PenstockError, StorageError
+from penstock.core.errors import DamagedError, FormatError, StorageError
+from penstock.core.format.records import COMMIT_PREFIX, DATA_PREFIX, data_prefix
+from penstock.core.replicas.holdings import Holdings, RootListing
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from penstock.core.abc import Backend, HostRoots
     from penstock.core.format.records import CommitRecord
@@ -57,11 +58,6 @@ class Spread:
     state: str
     shares: tuple[HostShare, ...]
 
-    @property
-    def holders(self) -> list[str]:
-        """The hosts that hold a file."""
-        return [share.host for share in self.shares if share.bytes_held]
-
 
 @dataclass(frozen=True, slots=True)
 class HostNames:
@@ -98,10 +94,9 @@ def hosts_seen(backend: Backend) -> HostNames | None:
 
     The root of a host may also be open by its plain path.
     """
-    places = host_roots(backend)
-    if not places and backend.tiers:
+    place = next(iter(host_roots(backend).values()), None)
+    if place is None and backend.tiers:
         return None
-    place = next(iter(places.values()), None)
     try:
         if place is not None and len(place.roots) > 1:
             return HostNames(tuple(names_of(place)), place.absent())
@@ -117,12 +112,10 @@ def hosts_seen(backend: Backend) -> HostNames | None:
 def names_of(place: HostRoots) -> list[str]:
     """Return a name for each root that no other root has."""
     hosts = [root.host for root in place.roots]
-    seen: Counter[str] = Counter()
-    names = []
-    for host in hosts:
-        seen[host] += 1
-        names.append(f"{host}#{seen[host]}" if hosts.count(host) > 1 else host)
-    return names
+    return [
+        f"{host}#{hosts[:number].count(host) + 1}" if hosts.count(host) > 1 else host
+        for number, host in enumerate(hosts)
+    ]
 
 
 def joined_place(backend: Backend) -> HostRoots | None:
@@ -131,41 +124,54 @@ def joined_place(backend: Backend) -> HostRoots | None:
     return next(joined, None)
 
 
-def spread_of(place: HostRoots, record: CommitRecord) -> Spread:
-    """Return where the files of a checkpoint are.
+def spreads_of(backend: Backend, records: Iterable[CommitRecord]) -> dict[str, Spread]:
+    """Return where the files of checkpoints are, by uid; lists each root once.
 
-    Raises:
-        StorageError: A host does not answer.
+    Returns nothing if only one root is open, or if a host does not answer.
     """
-    from penstock.core.catalog.survey import has_data  # noqa: PLC0415 - most runs have no hosts
-    from penstock.core.tiers.host_copies import files_of, holdings_of  # noqa: PLC0415
+    place = joined_place(backend)
+    if place is None:
+        return {}
+    try:
+        holdings = Holdings(
+            RootListing(str(number), root.epoch, _sizes(root.backend))
+            for number, root in enumerate(place.roots)
+        )
+        sizes = holdings.sizes
+        return {record.uid: _spread(place, record, holdings, sizes) for record in records}
+    except StorageError:  # reported as a tier that does not answer
+        return {}
 
-    holdings, groups = holdings_of(place, record)
-    whole = has_data(place, record)
-    files: Mapping[str, int] = {}
-    if whole:
-        files = files_of(place, record)
-    else:
-        with suppress(PenstockError):  # of an index that no host has
-            files = files_of(place, record)
-        if not files:
-            files = {n: size for root in holdings.roots.values() for n, size in root.files.items()}
+
+def _sizes(root: Backend) -> dict[str, int]:
+    infos = (info for prefix in (DATA_PREFIX, COMMIT_PREFIX) for info in root.list(prefix))
+    return {info.name: info.size_bytes for info in infos}
+
+
+def _spread(
+    place: HostRoots, record: CommitRecord, holdings: Holdings, sizes: Mapping[str, int]
+) -> Spread:
+    # Most runs have no hosts, and this module is slow to import.
+    from penstock.core.tiers.host_copies import files_of, groups_of  # noqa: PLC0415
+
+    whole, groups = has_files(place, record, sizes), groups_of(place)
+    try:
+        files = files_of(place, record, sizes)
+    except DamagedError:  # no host has the index, which names the borrowed blobs
+        files = {n: size for n, size in sizes.items() if n.startswith(data_prefix(record.uid))}
+    holders = {name: holdings.holders(name, size) for name, size in files.items()}
     pulls = holdings.pulls(files, groups)
     shares = []
-    for number, (name, root) in enumerate(zip(names_of(place), place.roots, strict=True)):
-        host = str(number)
-        held = {n: size for n, size in files.items() if host in holdings.holders(n, size)}
-        alone = sum(size for n, size in held.items() if len(holdings.holders(n, size)) == 1)
+    for host, name, root in zip(holdings.roots, names_of(place), place.roots, strict=True):
+        held = sum(size for n, size in files.items() if host in holders[n])
+        alone = sum(size for n, size in files.items() if holders[n] == {host})
         missing = tuple(sorted(pulls.get(host, ())))
-        current = host in holdings.counting
-        domain = root.domain or root.host
-        shares.append(HostShare(name, domain, sum(held.values()), alone, missing, current))
-    if not any(share.bytes_held for share in shares):
-        state = "none"
-    elif not whole:
-        state = "incomplete"
-    else:
+        domain, current = root.domain or root.host, host in holdings.counting
+        shares.append(HostShare(name, domain, held, alone, missing, current))
+    if whole:
         state = "whole" if holdings.unsafe(files, groups) or not place.copies else "replicated"
+    else:
+        state = "incomplete" if any(share.bytes_held for share in shares) else "none"
     return Spread(state, tuple(shares))
 
 
@@ -173,22 +179,13 @@ def spread_cell(spread: Spread | None) -> str | Cell:
     """Return the cell of a checkpoint: the number of hosts that hold files of it, and its state."""
     if spread is None or spread.state == "none":
         return "-"
-    count = len(spread.holders)
+    count = sum(share.bytes_held > 0 for share in spread.shares)
     if spread.state == "incomplete":
         return Cell(f"{count} incomplete", "bold red")
     lacking = [share.host for share in spread.shares if share.missing]
     if lacking:
         return Cell(f"{count}, copies missing on {', '.join(lacking)}", "yellow")
     return f"{count} {spread.state}"
-
-
-def host_facts(
-    backend: Backend, record: CommitRecord | None = None
-) -> tuple[HostNames | None, Spread | None]:
-    """Return the hosts whose roots are open, and where the files of a checkpoint are."""
-    place = joined_place(backend)
-    known = None if place is None or record is None else spread_of(place, record)
-    return hosts_seen(backend), known
 
 
 def hosts_json(seen: HostNames | None, spread: Spread | None = None) -> dict[str, Any]:
@@ -200,25 +197,17 @@ def hosts_json(seen: HostNames | None, spread: Spread | None = None) -> dict[str
 def print_hosts(seen: HostNames | None, spread: Spread | None = None) -> None:
     """Print the hosts with the files of a checkpoint, and name the hosts that are not shown."""
     if spread is not None:
-        _print_shares(spread)
+        columns: Sequence[Column[HostShare]] = (
+            Column("HOST", lambda share: share.host),
+            Column("DOMAIN", lambda share: share.domain, keep=1),
+            Column("BYTES", lambda share: size_text(share.bytes_held), right=True),
+            Column("ONLY HERE", lambda share: size_text(share.bytes_only_here), right=True, keep=3),
+            Column("TO COPY", lambda share: counted(len(share.missing), "file"), keep=4),
+            Column("LAST JOB", lambda share: "part of it" if share.current else "missed", keep=2),
+        )
+        print_line("")
+        print_table(columns, spread.shares)
+        if spread.state == "incomplete":
+            print_line("incomplete: some files are on none of these hosts", style="red")
     if seen is not None and (note := seen.note()):
         print_line(note, style="yellow")
-
-
-def _print_shares(spread: Spread) -> None:
-    columns: Sequence[Column[HostShare]] = (
-        Column("HOST", lambda share: share.host),
-        Column("DOMAIN", lambda share: share.domain, keep=1),
-        Column("BYTES", lambda share: size_text(share.bytes_held), right=True),
-        Column("ONLY HERE", lambda share: size_text(share.bytes_only_here), right=True, keep=3),
-        Column("TO COPY", _missing_text, keep=4),
-        Column("LAST JOB", lambda share: "part of it" if share.current else "missed", keep=2),
-    )
-    print_line("")
-    print_table(columns, spread.shares)
-    if spread.state == "incomplete":
-        print_line("incomplete: some files are on none of these hosts", style="red")
-
-
-def _missing_text(share: HostShare) -> str:
-    return counted(len(share.missing), "file") if share.missing else "-"

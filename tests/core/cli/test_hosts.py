@@ -13,7 +13,8 @@ from tests import interpreters
 from tests.core.cli.command import Done, caller
 from tests.integration.ranks.test_hosts import Hosts
 
-from penstock.core.cli.output.shares import names_of, spread_of
+from penstock.core.abc import HOST_NAME
+from penstock.core.cli.output.shares import spreads_of
 
 # A host name for each rank, if this process may change its own.
 COMMAND = """
@@ -100,6 +101,17 @@ def test_ranks_of_torchrun_show_and_verify_the_run_of_all_hosts(hosts, command):
 
 @pytest.mark.process
 @pytest.mark.multirank
+def test_copy_reads_the_files_of_all_hosts(hosts, command, call, tmp_path):
+    hosts.save("ab", 1)
+    for path in hosts.root("a").glob("data/*/blobs/00001-*"):
+        path.unlink()
+    first, other = command("ab", "copy", str(tmp_path / "out"))
+    assert [first.code, other.code] == [0, 0], first.err
+    assert call("verify", str(tmp_path / "out")).code == 0
+
+
+@pytest.mark.process
+@pytest.mark.multirank
 def test_deletions_need_all_hosts_of_the_last_job(hosts, command):
     hosts.save("abc", 1, 2)
     first, *_ = command("ab", "delete", "1", "--yes")
@@ -110,6 +122,36 @@ def test_deletions_need_all_hosts_of_the_last_job(hosts, command):
     first, *others = command("abc", "delete", "1", "--yes")
     assert [first.code, *(rank.code for rank in others)] == [0, 0, 0], first.err
     assert hosts.run("abc", lambda ckpt, *_: ckpt.steps()) == [[2]] * 3
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_doctor_checks_each_host_and_changes_nothing(hosts, command):
+    hosts.save("ab", 1, 2)
+    before = (hosts.root("a") / HOST_NAME).read_bytes()
+    first, *others = command("ab", "doctor", "--no-probe", "--json")
+    assert [(rank.code, rank.out) for rank in others] == [(0, "")], first.err
+    checks = {check["name"]: check for check in first.json["checks"]}
+    assert checks["copies"]["status"] == "ok"
+    assert checks["copies"]["found"] == "step 2 is replicated"
+    assert checks["hosts"]["found"].startswith("2 in 2 domains, copies = 1")
+    there = next(check for name, check in checks.items() if name.startswith("rank 1, "))
+    names = [check["name"] for check in there["values"]["checks"]]
+    assert {"folder", "space", "write a record"} <= {*names}
+    assert (hosts.root("a") / HOST_NAME).read_bytes() == before
+    (alone,) = command("a", "doctor", "--no-probe")
+    assert "run the command under torchrun on all of them" in alone.out
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_doctor_warns_of_absent_hosts_and_lost_copies(hosts, command):
+    hosts.save("abc", 1)
+    hosts.lose("b")
+    first, *_ = command("ac", "doctor", "--no-probe", "--json")
+    warned = {c["name"]: c["found"] for c in first.json["checks"] if c["status"] == "warn"}
+    assert "absent hosts of the last job: b" in warned["hosts"]
+    assert warned["copies"] == "step 1 is whole"
 
 
 @pytest.mark.process
@@ -136,11 +178,8 @@ def spreads(hosts, names):
 
     def look(ckpt, rank, _):
         ckpt.steps()
-        place = ckpt._backend.inner
-        while not hasattr(place, "roots"):
-            place = place.inner
         records = [record for _, record in ckpt._catalog.records()]
-        return [spread_of(place, record) for record in records] if not rank else names_of(place)
+        return rank or [*spreads_of(ckpt._backend, records).values()]
 
     return hosts.run(names, look)[0]
 

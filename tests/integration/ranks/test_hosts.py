@@ -382,10 +382,10 @@ def test_command_line_deletes_nothing_of_one_host_alone(hosts):
     min((hosts.root("a") / "commits").iterdir()).unlink()
     with opened(hosts, "a") as backend:
         catalog = Catalog(backend)
-        with pytest.raises(StorageError, match="is the root of one host"):
+        with pytest.raises(StorageError, match="the hosts b of the last job are absent"):
             catalog.delete(2)
         report = catalog.prune(grace_s=0, everything=True)
-        assert "the hosts b are absent" in report.refused[0]
+        assert "the hosts b of the last job are absent" in report.refused[0]
     hosts.save("ab", 3)
     assert hosts.restore("ab", 1) == 1
     assert hosts.restore("ab", 2) == 2
