@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.notes import carry_notes
@@ -318,7 +320,7 @@ class CheckpointCopy:
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
             self._at_target()  # another node may have overwritten the step there meanwhile
-        carry_notes(self._source, self._target, self._record)
+        self._carry_notes()
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
         carry_notes(self._source, self._target, self._record)  # notes that were added meanwhile
         return kept
@@ -424,6 +426,19 @@ class CheckpointCopy:
         raise self._contents.missing(FormatError(str(error), [transfer.blob.name])) from error
 
     # -- publishing -------------------------------------------------------------------------------
+
+    def _carry_notes(self) -> None:
+        try:
+            carry_notes(self._source, self._target, self._record)
+        except StorageError:
+            if not (places := host_roots(self._source)):
+                raise
+            # A lost host must not keep the checkpoint from the target. The other hosts have its
+            # notes, unless one of them could not publish them. So the call after the commit raises,
+            # and the checkpoint stays marked until a copy has seen the notes of all hosts.
+            for root in (root for place in places.values() for root in place.roots):
+                with suppress(StorageError):
+                    carry_notes(root.backend, self._target, self._record)
 
     def _check_whole(self, blobs: Sequence[CheckedBlob]) -> None:
         """List the target's files again, since one may have been deleted during the copy.
