@@ -6,7 +6,6 @@ import logging
 import secrets
 import threading
 from collections import Counter, defaultdict
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -410,21 +409,21 @@ class HostsBackend(HostRoots):
         """Refuse roots that are one place, where each file would count as a copy of itself."""
         if len(self._roots) == 1:
             return
-        probe, known = f"clock/{secrets.token_hex(8)}", ""
+        probe = f"clock/{secrets.token_hex(8)}-"
+        names = [f"{probe}{number}" for number in range(len(self._roots))]
+        left = iter(names)
         try:
-            for root in self._roots:
-                with suppress(BlobNotFoundError):
-                    root.backend.stat(probe)
-                    msg = (
-                        f"the root of host {root.host} is also that of {known}, such as a folder "
-                        "that several hosts share: give each host a place of its own"
-                    )
-                    raise ConfigError(msg)
-                root.backend.publish(probe, b"")
-                known = f"{known} or {root.host}" if known else f"host {root.host}"
+            self._at_all(lambda root: root.publish(next(left), b""))
+            listed = dict(self._at_all(lambda root: root.list(probe)))
         finally:
-            for _ in self._called(self._roots, lambda root: root.delete([probe])):
+            for _ in self._called(self._roots, lambda root: root.delete(names)):
                 pass
+        if shared := [root.host for root in self._roots if len(listed[root]) > 1]:
+            msg = (
+                f"the hosts {', '.join(shared[:_SHOWN])} share a root with another host, such as a "
+                "folder that they all see: give each host a place of its own"
+            )
+            raise ConfigError(msg)
 
     def _records_of(self, root: HostRoot) -> set[str]:
         listed = {info.name for prefix in _RECORDS for info in root.backend.list(prefix)}

@@ -101,15 +101,7 @@ class Catalog:
 
         The last name of a step is its current generation.
         """
-        found: dict[int, list[tuple[int, str]]] = defaultdict(list)
-        for info in self._backend.list(COMMIT_PREFIX):
-            # Cut to the record's name: if it is a folder, only the files inside are listed, and the
-            # step is damaged, not missing.
-            name = "/".join(info.name.split("/", 2)[:2])
-            parsed = parse_commit_name(name)
-            if parsed is not None:
-                found[parsed[0]].append((parsed[1], name))
-        return {step: [name for _, name in sorted(set(found[step]))] for step in sorted(found)}
+        return _by_step(info.name for info in self._backend.list(COMMIT_PREFIX))
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending, including those with a damaged record.
@@ -378,10 +370,8 @@ class Catalog:
                 check_same(self._backend.tiers, [step])
             self._delete(entries[step], named)
 
-    def delete_older_generations(self, step: int, generation: int | None = None) -> None:
-        """Delete the generations that an overwrite of `step` replaced.
-
-        With `generation`, delete only generations below it.
+    def delete_older_generations(self, step: int, generation: int) -> None:
+        """Delete the generations of `step` that an overwrite by `generation` replaced.
 
         Keeps all of them while the newest generation lacks data: its saver may have stalled, been
         pruned, and published late. Then only the older generation is whole.
@@ -398,11 +388,8 @@ class Catalog:
             # faster tier may be lost with its machine.
             if any(having[number:]):
                 other = Catalog(one, before_delete=self._before, delete_failed=self._failed)
-                other._delete_below(step, keep.generation if generation is None else generation)
-
-    def _delete_below(self, step: int, generation: int) -> None:
-        parsed = {name: parse_commit_name(name) for name in self.entries().get(step, [])}
-        self._delete([name for name, found in parsed.items() if found and found[1] < generation])
+                key, names = (step, generation), other.entries().get(step, [])
+                other._delete([name for name in names if (parse_commit_name(name) or key) < key])
 
     def rewind(self, step: int) -> list[int]:
         """Delete every step after `step`, newest first, to continue from `step`.
@@ -444,7 +431,8 @@ class Catalog:
             kept checkpoint borrows from a deleted one stay.
         """
         survey = survey_records(self._backend)
-        named = {step: names[-1] for step, names in self.entries().items()}
+        entries = _by_step([*survey.records, *survey.unreadable])
+        named = {step: names[-1] for step, names in entries.items()}
         readable = {s: survey.records[n] for s, n in named.items() if n in survey.records}
         steps = sorted(readable)
         count = max(rules.keep_last or 1, 1)
@@ -623,3 +611,15 @@ class Catalog:
         more = f" (the last {_SHOWN_STEPS} of {len(steps)})" if len(steps) > _SHOWN_STEPS else ""
         msg = f"no checkpoint of step {step} under {self._backend.url}; steps there: {there}{more}"
         return CheckpointNotFoundError(msg)
+
+
+def _by_step(names: Iterable[str]) -> dict[int, list[str]]:
+    found: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for listed_name in names:
+        # Cut to the record's name: if it is a folder, only the files inside are listed, and the
+        # step is damaged, not missing.
+        name = "/".join(listed_name.split("/", 2)[:2])
+        parsed = parse_commit_name(name)
+        if parsed is not None:
+            found[parsed[0]].add((parsed[1], name))
+    return {step: [name for _, name in sorted(found[step])] for step in sorted(found)}

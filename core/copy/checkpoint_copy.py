@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.commit_table import Commit, Event
 from penstock.core.catalog.notes import carry_notes
@@ -81,33 +83,31 @@ class CopyReport:
     already_there: bool = False
 
 
-class BlobHelper(Protocol):
-    """Copies some blobs of a checkpoint in other processes, for a copy that holds the lease."""
+@dataclass(frozen=True, slots=True)
+class HelperCalls:
+    """The callbacks of a `BlobHelper`.
 
-    def copy(
-        self,
-        record: CommitRecord,
-        blobs: Sequence[CheckedBlob],
-        token: str,
-        *,
-        sealed: Callable[[str], None],
-        discard: Callable[[Collection[str]], None],
-        moved: Callable[[int], None],
-        pause: Callable[[float], None],
-    ) -> set[str]:
-        """Return the names of the blobs that are durable at the target; on return, no copy runs.
+    Attributes:
+        sealed: Called with the name of each blob that is durable.
+        discard: Called with the names of blobs that another process may have left unfinished,
+            before others copy them.
+        moved: Called with the number of additional bytes that were copied.
+        pause: Waits between two looks at the other processes; raises to end the copy.
+    """
 
-        Args:
-            record: The commit record.
-            blobs: The blobs to copy.
-            token: The token of the lease.
-            sealed: Called with the name of each blob that is durable.
-            discard: Called with the names of blobs that another process may have left unfinished,
-                before others copy them.
-            moved: Called with the number of additional bytes that were copied.
-            pause: Waits between two looks at the other processes; raises to end the copy.
-        """
-        ...
+    sealed: Callable[[str], None]
+    discard: Callable[[Collection[str]], None]
+    moved: Callable[[int], None]
+    pause: Callable[[float], None]
+
+
+BlobHelper: TypeAlias = (
+    "Callable[[CommitRecord, Sequence[CheckedBlob], str, HelperCalls], set[str]]"
+)
+"""Copies blobs in other processes, under the lease with a token.
+
+Returns the names of the blobs that are durable at the target; on return, no copy runs.
+"""
 
 
 class CheckpointCopy:
@@ -302,15 +302,8 @@ class CheckpointCopy:
             self._moved(unread)
         left = [blob for blob in blobs if blob.name not in kept]
         if self._helper is not None and left:
-            done = self._helper.copy(
-                self._record,
-                left,
-                self._sites.own.token,
-                sealed=self._sites.seal,
-                discard=self._discard,
-                moved=self._moved,
-                pause=self._mover.pause,
-            )
+            calls = HelperCalls(self._sites.seal, self._discard, self._moved, self._mover.pause)
+            done = self._helper(self._record, left, self._sites.own.token, calls)
             left = [blob for blob in left if blob.name not in done]
         try:
             self._mover.run(BlobTransfer(blob, self._source, self._target) for blob in left)
@@ -327,7 +320,7 @@ class CheckpointCopy:
         self._check_whole(blobs)
         if not isinstance(self._replace, bool):
             self._at_target()  # another node may have overwritten the step there meanwhile
-        carry_notes(self._source, self._target, self._record)
+        self._carry_notes()
         self._publisher.publish_commit(self._record, begin=self._begin_to_publish)
         carry_notes(self._source, self._target, self._record)  # notes that were added meanwhile
         return kept
@@ -434,6 +427,19 @@ class CheckpointCopy:
 
     # -- publishing -------------------------------------------------------------------------------
 
+    def _carry_notes(self) -> None:
+        try:
+            carry_notes(self._source, self._target, self._record)
+        except StorageError:
+            if not (places := host_roots(self._source)):
+                raise
+            # A lost host must not keep the checkpoint from the target. The other hosts have its
+            # notes, unless one of them could not publish them. So the call after the commit raises,
+            # and the checkpoint stays marked until a copy has seen the notes of all hosts.
+            for root in (root for place in places.values() for root in place.roots):
+                with suppress(StorageError):
+                    carry_notes(root.backend, self._target, self._record)
+
     def _check_whole(self, blobs: Sequence[CheckedBlob]) -> None:
         """List the target's files again, since one may have been deleted during the copy.
 
@@ -463,7 +469,9 @@ class CheckpointCopy:
         if not self._record.generation:
             return
         try:
-            Catalog(self._run_target).delete_older_generations(self._record.step)
+            Catalog(self._run_target).delete_older_generations(
+                self._record.step, self._record.generation
+            )
         except Exception as error:  # noqa: BLE001 - logged: the checkpoint is committed already
             log.warning(
                 "step %d: the replaced generations could not be deleted, and stay until prune: %s",

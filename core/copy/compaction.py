@@ -246,7 +246,8 @@ class Compactor:
             delete_records(self._backend, [name], uids={name: report.uid})
             raise _gone(record)
         if names:
-            self._catalog.delete_older_generations(record.step)
+            newest = self._catalog.record(record.step)
+            self._catalog.delete_older_generations(record.step, newest.generation)
         if not wins:
             raise _gone(record)
 

@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.core.abc import DelegatingBackend, host_roots
-from penstock.core.catalog.survey import read_commit, sizes_below
-from penstock.core.concurrency.watchdog import Deadline, Watchdog
+from penstock.core.catalog.survey import read_commit, sizes_below, sizes_of
+from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog, call_all_with_deadline
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.core.abc import Backend, BlobWriter, HostRoot, HostRoots, Tier
     from penstock.core.concurrency.timing import Timing
     from penstock.core.concurrency.workers import Workers
+    from penstock.core.copy.checkpoint_copy import BlobHelper, HelperCalls
     from penstock.core.copy.mover import CheckedBlob
     from penstock.core.format.records import CommitRecord
     from penstock.core.types import ByteRange
@@ -120,7 +121,7 @@ class HostOrders:
             raise StorageError(msg)
         return task.execute(Order.decoded(body))
 
-    def helper(self, number: int, bytes_per_s: float | None, stuck_s: float) -> HostPushes | None:
+    def helper(self, number: int, bytes_per_s: float | None, stuck_s: float) -> BlobHelper | None:
         """Return what lets all hosts copy from tier `number`; None if that is one place.
 
         Args:
@@ -131,7 +132,7 @@ class HostOrders:
         if (place := self._places.get(number)) is None:
             return None
         order = partial(self.execute, number)
-        return HostPushes(place, order, bytes_per_s, stuck_s, self._workers.timing)
+        return HostPushes(place, order, bytes_per_s, stuck_s, self._workers.timing).copy
 
     def close(self) -> None:
         """Cancel all copies, and wait for their ends."""
@@ -161,11 +162,10 @@ class _HostTask:
         with self._lock:
             self._asked = Deadline(_SILENT_S, self.workers.timing.clock)
             (failed, error), self._failure = self._failure, ((), "")
+            if self._closed:
+                failed, error = key, "the run was closed on this host"
             if failed == key:
                 raise StorageError(error)
-            if self._closed:
-                msg = "the run was closed on this host"
-                raise StorageError(msg)
             if self._order is None and order.files and key != self._pushed:
                 self._order = order
                 # Pushed files exist under their names, so they are not pushed twice.
@@ -247,8 +247,9 @@ class _HostTask:
         failure = ""
         try:
             self._copy(order, self)
-        except SaveAbortedError:
-            pass
+        except SaveAbortedError as error:
+            # A pull can begin again; files of a push that has ended exist in part.
+            failure = str(error) if order.token else ""
         except Exception as error:  # noqa: BLE001 - a task's boundary: the next call reports it
             failure = said(error)
         with self._lock:
@@ -307,7 +308,7 @@ def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
 
 
 class HostPushes:
-    """Lets each host copy its blobs to the next tier, for a copy of rank 0 (`BlobHelper`)."""
+    """Lets each host copy its blobs to the next tier, for a copy of rank 0."""
 
     def __init__(
         self,
@@ -324,57 +325,46 @@ class HostPushes:
         self._timing = timing
 
     def copy(
-        self,
-        record: CommitRecord,
-        blobs: Sequence[CheckedBlob],
-        token: str,
-        *,
-        sealed: Callable[[str], None],
-        discard: Callable[[Collection[str]], None],
-        moved: Callable[[int], None],
-        pause: Callable[[float], None],
+        self, record: CommitRecord, blobs: Sequence[CheckedBlob], token: str, calls: HelperCalls
     ) -> set[str]:
-        """See `BlobHelper.copy`. If a host fails, others that have its blobs push them."""
+        """See `BlobHelper`. If a host fails, others that have its blobs push them."""
         done: set[str] = set()
         failed: set[HostRoot] = set()
         while left := [blob for blob in blobs if blob.name not in done]:
             shares = self._shares(record, left, token, without=failed)
             if not shares:
                 break
-            pause_s = _FIRST_LOOK_S
-            try:
-                while shares:
-                    for share in [*shares]:
-                        before = share.moved_bytes
-                        try:
-                            new = share.look()
-                        except StorageError as error:
-                            self._warn(record, share, error)
-                            failed.add(share.root)
-                            shares.remove(share)
-                            discard(share.order.files.keys() - done)
-                            continue
-                        for name in new:
-                            sealed(name)
-                        done |= new
-                        moved(share.moved_bytes - before)
-                        if share.order.files.keys() <= done:
-                            shares.remove(share)
-                    if shares:
-                        pause(pause_s)
-                        pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
-            finally:
-                for share in shares:
-                    share.end()
+            self._push(record.step, shares, calls)
+            done.update(*(share.done for share in shares))
+            failed.update(share.root for share in shares if share.left)
         return done
 
-    def _warn(self, record: CommitRecord, share: _Share, error: StorageError) -> None:
-        log.warning(
-            "step %d: host %s cannot copy its files to the next tier, so others do: %s",
-            record.step,
-            share.root.host,
-            str(error),
-        )
+    def _push(self, step: int, shares: Sequence[_Share], calls: HelperCalls) -> None:
+        """Let hosts push their shares to the end; a share with blobs left has failed."""
+        pause_s = _FIRST_LOOK_S
+        try:
+            while shares := [share for share in shares if self._look(step, share, calls)]:
+                calls.pause(pause_s)
+                pause_s = min(pause_s * _GROWTH, _MOST_LOOK_S)
+        finally:
+            for share in shares:
+                share.end()
+
+    def _look(self, step: int, share: _Share, calls: HelperCalls) -> bool:
+        """Look at a share once; return whether the host is still pushing it."""
+        before = share.moved_bytes
+        try:
+            new = share.look()
+        except StorageError as error:
+            host, why = share.root.host, str(error)
+            msg = "step %d: host %s cannot copy its files to the next tier, so others do: %s"
+            log.warning(msg, step, host, why)
+            calls.discard(share.left)
+            return False
+        for name in new:
+            calls.sealed(name)
+        calls.moved(share.moved_bytes - before)
+        return bool(share.left)
 
     def _shares(
         self,
@@ -385,11 +375,14 @@ class HostPushes:
         without: Collection[HostRoot],
     ) -> list[_Share]:
         """Divide blobs among the hosts that have them; return nothing if there is one host."""
-        held: dict[HostRoot, dict[str, int]] = {}
-        roots = self._place.roots if len(self._place.roots) > 1 else ()
-        for root in (root for root in roots if root not in without):
-            with suppress(StorageError):  # rank 0 reads what it can
-                held[root] = sizes_below(root.backend, (record.uid, *record.references))
+        several = self._place.roots if len(self._place.roots) > 1 else ()
+        roots = [root for root in several if root not in without]
+        looks = [partial(sizes_of, root.backend, record) for root in roots]
+        listed = zip(
+            roots, call_all_with_deadline("hosts", looks, NEVER, TimeoutError), strict=True
+        )
+        # Rank 0 reads the blobs of a host that does not answer, if it can.
+        held = {root: sizes for root, sizes in listed if not isinstance(sizes, BaseException)}
         files: dict[HostRoot, dict[str, int]] = defaultdict(dict)
         for blob in sorted(blobs, key=lambda blob: -blob.length):
             if holders := [root for root in held if held[root].get(blob.name) == blob.length]:
@@ -420,6 +413,10 @@ class _Share:
     moved_bytes: int = 0
     done: set[str] = field(default_factory=set)
 
+    @property
+    def left(self) -> set[str]:
+        return self.order.files.keys() - self.done
+
     def look(self) -> set[str]:
         """Ask for progress; return the names of blobs that are durable since the last look.
 
@@ -427,7 +424,7 @@ class _Share:
             StorageError: The host has failed, does not answer, or makes no progress.
         """
         progress = _Progress.decoded(self.ask("push", self.order.encoded()))
-        new = self.order.files.keys() & {*progress.sealed} - self.done
+        new = self.left & {*progress.sealed}
         self.done |= new
         if progress.moved_bytes > self.moved_bytes or new:
             self.moved_bytes = max(self.moved_bytes, progress.moved_bytes)

@@ -347,7 +347,7 @@ def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, cat
             assert catalog.apply_retention(Retention(keep_last=1)) == [30]
         case "overwrite":
             commit(store, 30, generation=1)
-            catalog.delete_older_generations(30)
+            catalog.delete_older_generations(30, 1)
         case "prune":
             commit(store, 30, generation=1)
             assert catalog.prune().superseded == (commit_name(30, 0),)
@@ -358,7 +358,7 @@ def test_borrowed_blobs_go_with_the_last_checkpoint_that_borrows_them(store, cat
 def test_overwrite_keeps_blobs_borrowed_from_the_replaced_generation(store, catalog):
     old = commit(store, 10)
     commit(store, 10, generation=1, references=[old])
-    catalog.delete_older_generations(10)
+    catalog.delete_older_generations(10, 1)
     assert store.names("commits/") == {commit_name(10, 1)}
     assert store.names(f"data/{old}/") == blobs_named(old)
 
@@ -480,7 +480,7 @@ def test_older_generations_stay_while_the_newest_has_lost_data(what, store, cata
         "index": index_name(newest),
     }
     store.publish(names[what], b"cut off"[:5])
-    catalog.delete_older_generations(10)
+    catalog.delete_older_generations(10, 1)
     assert catalog.prune().superseded == ()
     assert catalog.entries() == {10: [commit_name(10, 0), commit_name(10, 1)]}
 
@@ -490,7 +490,7 @@ def test_older_generations_stay_while_the_newest_cannot_be_read(store, catalog):
     commit(store, 10, generation=1)
     damage(store, commit_name(10, 1))
     with pytest.raises(FormatError):
-        catalog.delete_older_generations(10)
+        catalog.delete_older_generations(10, 1)
     assert {commit_name(10, 0), *data_names(old)} <= store.names()
 
 
@@ -513,7 +513,7 @@ def test_a_crash_at_any_moment_leaves_no_record_without_its_data(operation):
             {
                 "delete": lambda c: c.delete(20),
                 "rewind": lambda c: c.rewind(10),
-                "overwrite": lambda c: c.delete_older_generations(20),
+                "overwrite": lambda c: c.delete_older_generations(20, 1),
                 "retention": lambda c: c.apply_retention(Retention(keep_last=1)),
                 "prune": lambda c: c.prune(),
             }[operation](catalog)
@@ -955,7 +955,7 @@ class Run(RuleBasedStateMachine):
                     allowed = {s for s in steps if s > step}
                     assert catalog.rewind(step) == sorted(allowed)
                 else:
-                    catalog.delete_older_generations(step)
+                    catalog.delete_older_generations(step, before[step].generation)
         except SimulatedCrashError:
             pass
         after = self.committed()

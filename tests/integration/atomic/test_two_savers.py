@@ -273,7 +273,7 @@ def test_an_overwrite_that_lands_after_its_data_was_pruned_leaves_the_older_gene
         if by == "prune":
             assert other.prune(everything=True).superseded == ()
         else:
-            Catalog(store).delete_older_generations(1)
+            Catalog(store).delete_older_generations(1, 1)
         looking.until.set()
         with pytest.raises(CommitUnknownError, match="its data is no longer on"):
             handle.result(300)

@@ -25,6 +25,14 @@ def replicated(ckpt, rank, count, *steps):
     return found
 
 
+def alone(ready, rank, call):
+    """Make a call on rank 0 while the other ranks wait."""
+    ready.wait(60)
+    if rank == 0:
+        call()
+    ready.wait(60)
+
+
 @pytest.fixture
 def hosts(tmp_path):
     return Hosts(tmp_path, copies=1)
@@ -248,15 +256,9 @@ def test_rewind_leaves_the_newest_replicated_checkpoint(hosts):
 
     def work(ckpt, rank, count):
         replicated(ckpt, rank, count, 1, 10)
-        ready.wait(60)
-        if rank == 0:
-            ckpt.rewind(1)
-        ready.wait(60)
+        alone(ready, rank, lambda: ckpt.rewind(1))
         second = replicated(ckpt, rank, count, 2)
-        ready.wait(60)
-        if rank == 0:
-            root.fail("create", times=None, match="/pulled/00000")
-        ready.wait(60)
+        alone(ready, rank, lambda: root.fail("create", times=None, match="/pulled/00000"))
         saved(ckpt, rank, count, 3)
         saved(ckpt, rank, count, 4)
         return second
@@ -298,10 +300,7 @@ def test_step_that_is_saved_again_after_a_rewind_is_replicated(hosts):
 
     def work(ckpt, rank, count):
         replicated(ckpt, rank, count, 1, 2)
-        ready.wait(60)
-        if rank == 0:
-            ckpt.rewind(1)
-        ready.wait(60)
+        alone(ready, rank, lambda: ckpt.rewind(1))
         return replicated(ckpt, rank, count, 2)
 
     assert hosts.run("ab", work) == [[True]] * 2
