@@ -3,7 +3,7 @@
 import pytest
 from tests.core.replicas.simulation import World, explore
 
-SEEDS = 200
+SEEDS = 100
 CHUNKS = 5
 MANY = 10_000
 

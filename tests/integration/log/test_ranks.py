@@ -289,7 +289,7 @@ def test_sharded_training_that_is_killed_repeats_all_bits(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_in_buckets_are_logged_before_the_next_backward(tmp_path, view):
     whole = train(tmp_path / "whole", code=REPLICATED, gradient_as_bucket_view=view)
     train(tmp_path / "killed", dies_at=9, code=REPLICATED, gradient_as_bucket_view=view)

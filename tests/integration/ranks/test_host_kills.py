@@ -167,7 +167,7 @@ class Run:
 @pytest.mark.process
 @pytest.mark.multirank
 @pytest.mark.parametrize("train", [SAVED, LOGGED], ids=["saved", "logged"])
-@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_replicated_steps_survive_hosts_killed_at_random_moments(tmp_path, kills, train):
     run = Run(tmp_path, int(os.environ.get("PENSTOCK_SEED", "1")), train)
     for _ in range(kills):
