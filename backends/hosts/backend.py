@@ -420,7 +420,7 @@ class HostsBackend(HostRoots):
                 pass
         if shared := [root.host for root in self._roots if len(listed[root]) > 1]:
             msg = (
-                f"the hosts {', '.join(shared[:_SHOWN])} share a root with another host, such as a "
+                f"the hosts {', '.join(shared)} share a root with another host, such as a "
                 "folder that they all see: give each host a place of its own"
             )
             raise ConfigError(msg)
