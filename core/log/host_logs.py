@@ -1,7 +1,12 @@
 """Copies the log of each rank to other hosts, so that it survives the loss of its host.
 
-Each rank tells the hosts that hold its copies how far its segments are durable. These pull the new
-entries, and compare every checksum. No call waits for another host.
+Each rank reports to the hosts that hold its copies how far its segments are durable. These hosts
+pull the new entries, and compare every checksum.
+
+The loss of a host costs at most one step that all ranks have logged, or `log_sync`: `log` returns
+for a step only after the hosts with copies have all entries that were durable before it. A host
+that copies too slowly may hold training for 1 s, and for 1 % of the time. Then `log` no longer
+waits for it before it has caught up.
 
 Tested in `tests/integration/log/test_host_logs.py`.
 """
@@ -10,9 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.abc import host_roots
@@ -25,9 +32,9 @@ from penstock.core.log.segments import SegmentWriter, entries_of
 from penstock.core.replicas.placement import group_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from penstock.core.abc import Backend, HostRoot, HostRoots
+    from penstock.core.abc import Backend, HostRoots
     from penstock.core.concurrency.workers import Workers
     from penstock.core.log.segments import StoredEntry
 
@@ -36,9 +43,37 @@ log = logging.getLogger("penstock")
 _LANDING = "/pulled-log/"
 """The folder of segments that replace an older copy, instead of `/log/`."""
 
-_LOOK_S = 0.05
+_FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.001, 0.05, 1.5
+_PATIENCE_S, _SHARE = 1.0, 0.01  # in which copies may hold training: at once, and of all time
 _BASES = 3  # at once: a replicated checkpoint, the next one, and the one that is being committed
 _TAILS = 6  # open copies of one rank's segments
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A segment of another rank: what this host is to copy of it, and has copied."""
+
+    server: int
+    end: int = -1
+    copied: int = -1
+    failures: int = 0  # since the last success
+    skip: int = 0  # entries before the next attempt
+    error: str = ""
+
+    @property
+    def is_lacking(self) -> bool:
+        return self.copied < self.end and not self.error
+
+    def logged(self) -> None:
+        """Count an entry in this segment or in another one of its rank."""
+        self.skip -= 1
+        if self.skip <= 0:
+            self.error = ""
+
+    def failed(self, error: str) -> None:
+        """Try again after 1, 2, 4, ... entries, because each attempt copies the whole segment."""
+        self.skip, self.error = 1 << self.failures, error
+        self.failures += 1
 
 
 class HostLogs:
@@ -50,10 +85,12 @@ class HostLogs:
         self._place = place if place is not None and place.copies else None
         self._workers = workers
         self._changed = threading.Condition()  # guards everything below
-        self._receivers: Sequence[HostRoot] = ()
         self._ends: dict[str, int] = {}  # of this rank's segments
-        self._offered = True  # whether other hosts know all of them
-        self._wanted: dict[str, tuple[int, int]] = {}  # server and end of other ranks' segments
+        self._offered = True  # whether they were sent to other hosts
+        self._late = False  # whether other hosts have copied too slowly, and have not caught up
+        self._credit_s = _PATIENCE_S  # for which `wait` may still wait
+        self._waited = Deadline(None)  # since the last wait
+        self._offers: dict[str, _Offer] = {}  # of other ranks
         self._tails: dict[str, _Tail] = {}  # used by one thread
         self._threads: dict[str, threading.Thread] = {}
         self._busy: set[str] = set()
@@ -86,10 +123,11 @@ class HostLogs:
             self._run_on("log-offer", self._send)
 
     def execute(self, body: bytes) -> bytes:
-        """Begin to copy what another host has offered; return `1` while copies are under way.
+        """Begin to copy what another host has offered; return `1` while that is under way.
 
         Raises:
-            StorageError: The offer is invalid, or this host makes no copies.
+            StorageError: The offer is invalid, this host makes no copies, or the last copy has
+                failed.
         """
         if self._place is None:
             msg = "this host makes no copies: give all ranks one configuration"
@@ -97,30 +135,46 @@ class HostLogs:
         try:
             found: Any = json.loads(body)
             server = int(found["server"])
-            ends = {str(name): (server, int(end)) for name, end in found["ends"].items()}
+            ends = {str(name): int(end) for name, end in found["ends"].items()}
             if any(uid_of_segment(name) is None or segment_number(name) < 0 for name in ends):
                 msg = "it names other files"
                 raise ValueError(msg)  # noqa: TRY301 - joins the errors of json
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"the offer of a log cannot be read: {error}"
             raise StorageError(msg) from error
+        ranks = {_rank_of(name) for name in ends}
         with self._changed:
-            self._wanted.update(ends)
-            if ends:
+            for name in [n for n in self._offers if _rank_of(n) in ranks and n not in ends]:
+                del self._offers[name]  # of an older checkpoint
+            offers = {name: self._offers.setdefault(name, _Offer(server)) for name in ends}
+            if any(ends[name] > offer.end for name, offer in offers.items()):
+                for name, offer in offers.items():
+                    offer.end = max(offer.end, ends[name])
+                    offer.logged()
+            if any(offer.is_lacking for offer in offers.values()):
                 self._run_on("log-copy", self._copy)
-            return b"%d" % ("log-copy" in self._busy)
+                return b"1"
+            for error in (offer.error for offer in offers.values() if offer.error):
+                raise StorageError(error)
+            return b"0"
+
+    def wait(self) -> None:
+        """Wait until the other hosts have copied what was offered, but not for a late host."""
+        with self._changed:
+            if self._late:
+                return
+            self._credit_s += _SHARE * self._waited.taken_s()
+            waiting = Deadline(min(self._credit_s, _PATIENCE_S))
+            self._late = not self._changed.wait_for(self._is_settled, waiting.limit_s)
+            self._credit_s = waiting.left_s()
+            self._waited = Deadline(None)
+        if self._late:
+            self._warn("other hosts copy the log too slowly: a lost host may cost several steps")
 
     def settle(self) -> None:
         """Wait until the other hosts have copied what was offered, at most for `interrupt_s`."""
-        deadline = Deadline(self._workers.timing.interrupt_s)
         with self._changed:
-            self._changed.wait_for(lambda: "log-offer" not in self._busy, deadline.left_s())
-        ask = json.dumps({"server": 0, "ends": {}}).encode()
-        with suppress(StorageError):
-            while any(root.ask and root.ask("log", ask) != b"0" for root in self._receivers):
-                if deadline.is_over():
-                    break
-                time.sleep(_LOOK_S)
+            self._changed.wait_for(self._is_settled, self._workers.timing.interrupt_s)
 
     def close(self) -> None:
         """Stop, and wait for the threads unless a store is stuck."""
@@ -141,46 +195,68 @@ class HostLogs:
             self._busy.add(name)
             self._threads[name] = self._workers.spawn(name, run)
 
-    def _next(self, name: str) -> dict[str, Any]:
-        """Return what the thread `name` has to do; if that is nothing, the thread ends."""
-        with self._changed:
-            if name == "log-offer":
-                found: dict[str, Any] = {} if self._offered else {**self._ends}
-                self._offered = True
-            else:
-                found, self._wanted = self._wanted, {}
-            if self._closed or not found:
-                self._busy.discard(name)
-                self._changed.notify_all()
-                return {}
-            return found
+    def _is_settled(self) -> bool:
+        return "log-offer" not in self._busy
 
     def _send(self) -> None:
+        """Offer the segments until all receivers have copied them, or cannot."""
         assert self._place is not None
         own = self._place.roots[0]
         roots = {f"{root.rank:08}": root for root in self._place.roots}
         groups = group_hosts({key: root.domain for key, root in roots.items()}, self._place.copies)
-        self._receivers = [roots[key] for key in groups.receivers({f"{own.rank:08}"})]
-        while ends := self._next("log-offer"):
-            body = json.dumps({"server": own.rank, "ends": ends}).encode()
-            for root in self._receivers:
+        receivers = [roots[key] for key in groups.receivers({f"{own.rank:08}"})]
+        look_s, failed = _FIRST_LOOK_S, False
+        while True:
+            with self._changed:
+                if self._closed or self._offered:
+                    self._busy.discard("log-offer")
+                    self._late &= failed
+                    self._changed.notify_all()
+                    return
+                body = json.dumps({"server": own.rank, "ends": self._ends}).encode()
+                self._offered = True
+            is_under_way = failed = False
+            for root in receivers:
                 assert root.ask is not None  # it is another host's
                 try:
-                    root.ask("log", body)
+                    is_under_way |= root.ask("log", body) != b"0"
                 except StorageError as error:  # it gets all ends with the next entry
+                    failed = True
                     self._warn(f"host {root.host} does not copy the log of this rank: {error}")
+            with self._changed:
+                if not is_under_way or self._changed.wait_for(self._has_news, look_s):
+                    look_s = _FIRST_LOOK_S
+                else:
+                    look_s = min(look_s * _GROWTH, _MOST_LOOK_S)
+                    self._offered = False  # ask again
+
+    def _has_news(self) -> bool:
+        return self._closed or not self._offered
 
     def _copy(self) -> None:
         assert self._place is not None
         throttle = Throttle(self._place.copy_bytes_per_s, self._workers.timing.clock)
-        while wanted := self._next("log-copy"):
-            for name, (server, end) in sorted(wanted.items()):
+        while True:
+            with self._changed:
+                offers = {name: o for name, o in sorted(self._offers.items()) if o.is_lacking}
+                if self._closed or not offers:
+                    self._busy.discard("log-copy")
+                    return
+                ends = {name: offer.end for name, offer in offers.items()}
+            for name, end in ends.items():
+                error = ""
                 try:
-                    self._follow(self._place, name, server, end, throttle)
+                    self._follow(self._place, name, offers[name].server, end, throttle)
                 except BlobNotFoundError:
                     pass  # the checkpoint was deleted
-                except Exception as error:  # noqa: BLE001 - a task's boundary: tried again
-                    self._warn(f"a log of another host is not copied: {said(error)}")
+                except Exception as failure:  # noqa: BLE001 - a task's boundary: tried again
+                    error = said(failure)
+                    self._warn(f"a log of another host is not copied: {error}")
+                with self._changed:
+                    if error:
+                        offers[name].failed(error)
+                    elif not self._closed:
+                        offers[name].copied, offers[name].failures = end, 0
 
     def _follow(
         self, place: HostRoots, name: str, server: int, end: int, throttle: Throttle
@@ -188,9 +264,7 @@ class HostLogs:
         """Copy the entries of a segment up to the offset `end`."""
         tail = self._tails.get(name)
         if tail is None:
-            size = -1
-            with suppress(BlobNotFoundError):
-                size = place.own.stat(name).size_bytes
+            size = _size_of(place.own, name)
             if size >= end:
                 return
             source = {root.rank: root.backend for root in place.roots}[server]
@@ -220,8 +294,9 @@ class _Tail:
         self._source = source
         self._own = own
         self._name = name
-        # What an earlier process has copied stays until the copy is whole.
-        self._landing = name.replace("/log/", _LANDING) if replaces else name
+        # What an earlier process has copied stays until the copy is whole. Each copy has its own
+        # name: an earlier process that was stopped may continue, and rename its copy.
+        self._landing = f"{_landings(name)}{secrets.token_hex(8)}" if replaces else name
         self._last: StoredEntry | None = None
         self._writer: SegmentWriter | None = None
 
@@ -235,7 +310,8 @@ class _Tail:
         base, rank = str(uid_of_segment(self._name)), _rank_of(self._name)
         for entry in entries_of(self._source, self._name, end, base, rank, after=self._last):
             if self._writer is None:
-                self._own.delete([self._landing])
+                if self._landing != self._name:  # removes what a process has left that died
+                    self._own.delete([i.name for i in self._own.list(_landings(self._name))])
                 self._writer = SegmentWriter(
                     self._own,
                     base,
@@ -253,6 +329,9 @@ class _Tail:
         if self._writer is not None:
             self._writer.sync()
         if self._landing != self._name and self._writer is not None:
+            if _size_of(self._own, self._name) >= end:
+                msg = f"another process has copied more of {self._name}"
+                raise StorageError(msg)
             # It stays open: the segment may still grow.
             self._own.rename(self._landing, self._name)
             self._landing = self._name
@@ -271,3 +350,15 @@ class _Tail:
 
 def _rank_of(name: str) -> int:
     return int(name.rpartition("/")[2].partition("-")[0])
+
+
+def _landings(name: str) -> str:
+    return f"{name.replace('/log/', _LANDING)}-"
+
+
+def _size_of(own: Backend, name: str) -> int:
+    """Return the bytes of a blob; -1 if it does not exist."""
+    try:
+        return own.stat(name).size_bytes
+    except BlobNotFoundError:
+        return -1

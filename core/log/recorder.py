@@ -292,16 +292,19 @@ class Recorder:
             raise ConfigError(msg)
         try:
             entry = self._entry(state, number)
+            if self._writing is None:
+                self._writing = _Writing(self, self._workers, self._config, self._registry)
+            self._writing.flush()
+            # The loss of this process, or of this host, costs no step before the previous one.
+            self._copies.wait()
+            self._last = number  # first: the log thread may end the log at once
+            self._writing.put(entry, [log.writer for log in self._logs])
         except NotLoggedError as error:
             self.end(str(error))
             return False
         except BaseException as error:  # Ctrl-C, too: the next entry would follow a gap
             self.end(f"log failed: {said(error)}")
             raise
-        if self._writing is None:
-            self._writing = _Writing(self, self._workers, self._config, self._registry)
-        self._last = number  # first: the log thread may end the log at once
-        self._writing.put(entry, [log.writer for log in self._logs])
         return not self.ended
 
     def end(self, reason: str, *, refuted: bool = False) -> None:
@@ -669,11 +672,7 @@ class _Writing:
         self._thread = workers.spawn("log", self._run)
 
     def put(self, entry: Entry, writers: Sequence[SegmentWriter]) -> None:
-        """Append an entry in the background, after waiting until the previous entry is written.
-
-        So on a store that appends, a killed process loses at most one logged step.
-        """
-        self.flush()
+        """Append an entry in the background; call `flush` first."""
         self._sent += 1
         self._queue.put((entry, writers))
 
