@@ -202,9 +202,9 @@ def _check_host(host: str, rank: int, answer: list[dict[str, Any]]) -> Check:
     disk = [check for check in checks if check.name.endswith(("file system", "space"))]
     texts = [one.found for one in disk if one not in bad] + [f"{c.name}: {c.found}" for c in bad]
     advice = "; ".join(f"{check.name}: {check.advice}" for check in bad if check.advice)
-    status = max((check.status for check in checks), key=list(_STYLES).index)
+    worst = max(checks, key=lambda check: list(_STYLES).index(check.status))
     values = {"host": host, "rank": rank, "checks": answer}
-    return Check(f"rank {rank}, {host}", status, "; ".join(texts), advice or None, values)
+    return Check(f"rank {rank}, {host}", worst.status, "; ".join(texts), advice or None, values)
 
 
 def _check_hosts(backend: Backend) -> Iterator[Check]:
