@@ -154,8 +154,9 @@ class HostLogs:
             if any(offer.is_lacking for offer in offers.values()):
                 self._run_on("log-copy", self._copy)
                 return b"1"
-            for error in (offer.error for offer in offers.values() if offer.error):
-                raise StorageError(error)
+            for offer in offers.values():
+                if offer.error:
+                    raise StorageError(offer.error)
             return b"0"
 
     def wait(self) -> None:
@@ -264,11 +265,11 @@ class HostLogs:
         """Copy the entries of a segment up to the offset `end`."""
         tail = self._tails.get(name)
         if tail is None:
-            size = _size_of(place.own, name)
-            if size >= end:
+            there = _end_of(place.own, name)
+            if there >= end:
                 return
             source = {root.rank: root.backend for root in place.roots}[server]
-            tail = self._tails[name] = _Tail(source, place.own, name, replaces=size >= 0)
+            tail = self._tails[name] = _Tail(source, place.own, name, replaces=there >= 0)
         try:
             for stored_bytes in tail.extend(end):
                 with self._changed:
@@ -328,8 +329,8 @@ class _Tail:
             yield stored_bytes
         if self._writer is not None:
             self._writer.sync()
-        if self._landing != self._name and self._writer is not None:
-            if _size_of(self._own, self._name) >= end:
+        if self._landing != self._name and self._last is not None:
+            if _end_of(self._own, self._name) > self._last.end:
                 msg = f"another process has copied more of {self._name}"
                 raise StorageError(msg)
             # It stays open: the segment may still grow.
@@ -356,9 +357,14 @@ def _landings(name: str) -> str:
     return f"{name.replace('/log/', _LANDING)}-"
 
 
-def _size_of(own: Backend, name: str) -> int:
-    """Return the bytes of a blob; -1 if it does not exist."""
+def _end_of(own: Backend, name: str) -> int:
+    """Return where the last entry of a segment ends; -1 if it does not exist.
+
+    The file of a process that was killed may be longer, by the space that was reserved.
+    """
     try:
-        return own.stat(name).size_bytes
+        size = own.stat(name).size_bytes
     except BlobNotFoundError:
         return -1
+    entries = entries_of(own, name, size, str(uid_of_segment(name)), _rank_of(name))
+    return max((entry.end for entry in entries), default=0)

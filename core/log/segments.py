@@ -58,6 +58,11 @@ class StoredEntry:
     offset: int
     header: EntryHeader
 
+    @property
+    def end(self) -> int:
+        """The offset at which the next entry begins."""
+        return self.offset + self.header.stored_bytes
+
     def damage(self, backend: Backend) -> str:
         """Return the end of a message about a log in which this entry is damaged."""
         return (
@@ -106,7 +111,7 @@ class Segment:
         if not self.entries:
             return 0
         last = self.entries[-1]
-        return last.offset + last.header.stored_bytes
+        return last.end
 
     @property
     def is_cut(self) -> bool:
@@ -262,7 +267,7 @@ def entries_of(
     """
     at, previous = 0, None
     if after is not None:
-        at, previous = after.offset + after.header.stored_bytes, after.header.digest
+        at, previous = after.end, after.header.digest
     while at + HEADER_BYTES <= size:
         header = _found(backend, partial(_header, name, at))
         if header is None or at + HEADER_BYTES + header.payload_bytes > size:

@@ -1,6 +1,7 @@
 """The log of each rank is copied to other hosts, so that it survives the loss of its host."""
 
 import gc
+import os
 import threading
 import tracemalloc
 
@@ -10,11 +11,9 @@ from tests.integration.log.test_ranks import BASE, LAST, Replica, flip, trained
 from tests.integration.ranks.test_hosts import Hosts, posix
 
 from penstock.core.errors import StorageError
-from penstock.core.format.segment import segment_name
-from penstock.core.log.host_logs import _Tail
+from penstock.core.format.segment import HEADER_BYTES, segment_name
+from penstock.core.log.host_logs import _end_of, _Tail
 from penstock.core.log.segments import SegmentWriter, StoredLog
-
-from penstock.core.format.segment import HEADER_BYTES
 
 
 @pytest.fixture
@@ -277,6 +276,16 @@ def copying(tmp_path):
         return _Tail(source, own, name, replaces=replaces).extend(ends[last - 1])
 
     return begin, lambda: StoredLog(own, BASE_UID, 1).steps
+
+
+def test_copy_of_a_killed_process_ends_at_its_last_entry(copying, tmp_path):
+    """Its file is longer: space was reserved."""
+    begin, _ = copying
+    assert len([*begin(2, replaces=False)]) == 2
+    (path,) = (tmp_path / "a").rglob("*.log")
+    os.truncate(path, 1 << 20)
+    found = _end_of(posix(tmp_path / "a"), segment_name(BASE_UID, 1, 7))
+    assert 10000 < found < 30000
 
 
 def test_stopped_process_does_not_replace_a_copy_by_the_half_of_another(copying):
