@@ -111,8 +111,8 @@ def test_retention_spares_a_step_resaved_since_its_scan():
             other.rewind(1)
         saved_again(store)()
 
-    # Between its scan of all records, its choice of the kept ones, and the first deletion.
-    backend = Between(store, "list", "commits/", once_more, after=True, number=3)
+    # Between its choice of the steps to delete, and the first deletion.
+    backend = Between(store, "list", "commits/", once_more, after=True, number=2)
     assert Catalog(backend).apply_retention(Retention(keep_last=1)) == []
     assert backend.action is None
     with checkpointer(store) as ckpt:
