@@ -303,13 +303,17 @@ def test_stopped_process_does_not_replace_a_copy_by_the_half_of_another(copying)
     assert steps() == [1, 2, 3, 4, 5]
 
 
-def test_stopped_process_does_not_replace_a_copy_by_a_shorter_one(copying):
+def test_stopped_process_does_not_replace_a_copy_by_a_shorter_one(copying, tmp_path):
     begin, steps = copying
     assert len([*begin(1, replaces=False)]) == 1
     stopped = begin(3)
     for _ in range(3):
         next(stopped)
+    (landing,) = (tmp_path / "a").rglob("pulled-log/*")
+    data = landing.read_bytes()
     assert len([*begin(5)]) == 5
+    landing.parent.mkdir(exist_ok=True)
+    landing.write_bytes(data)  # as if it was created after the other process had looked
     with pytest.raises(StorageError):
         next(stopped)
     assert steps() == [1, 2, 3, 4, 5]
