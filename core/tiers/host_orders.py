@@ -378,11 +378,13 @@ class HostPushes:
         several = self._place.roots if len(self._place.roots) > 1 else ()
         roots = [root for root in several if root not in without]
         looks = [partial(sizes_of, root.backend, record) for root in roots]
-        listed = zip(
-            roots, call_all_with_deadline("hosts", looks, NEVER, TimeoutError), strict=True
-        )
-        # Rank 0 reads the blobs of a host that does not answer, if it can.
-        held = {root: sizes for root, sizes in listed if not isinstance(sizes, BaseException)}
+        listed = call_all_with_deadline("hosts", looks, NEVER, TimeoutError)
+        held: dict[HostRoot, dict[str, int]] = {}
+        for root, sizes in zip(roots, listed, strict=True):
+            if not isinstance(sizes, BaseException):
+                held[root] = sizes
+            elif not isinstance(sizes, StorageError):  # else rank 0 reads what it can
+                raise sizes
         files: dict[HostRoot, dict[str, int]] = defaultdict(dict)
         for blob in sorted(blobs, key=lambda blob: -blob.length):
             if holders := [root for root in held if held[root].get(blob.name) == blob.length]:
