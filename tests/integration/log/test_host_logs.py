@@ -21,16 +21,24 @@ def hosts(tmp_path):
     return Hosts(tmp_path, copies=1)
 
 
-def log_to(hosts, names, last=LAST, step="latest", *, settled=False, then=lambda step: None):
+def log_to(
+    hosts,
+    names,
+    last=LAST,
+    step="latest",
+    *,
+    logged=lambda ckpt, rank, step: None,
+    settled=False,
+    then=lambda step: None,
+):
     """Train and log up to a step, from the beginning or from a restored step.
 
-    With `settled`, all hosts have tried to copy each entry before `then` is called, and before the
-    next entry.
+    Each rank calls `logged` after it has logged a step. With `settled`, all hosts have tried to
+    copy each entry before `then` is called, and before the next entry.
     """
     all_ranks = threading.Barrier(len(names))
 
     def work(ckpt, rank, _):
-        del rank
         replica = Replica(seed=9)
         first = 0
         if ckpt.latest() is None:
@@ -45,6 +53,7 @@ def log_to(hosts, names, last=LAST, step="latest", *, settled=False, then=lambda
                 assert handle.replicated.result(300)
             elif number > BASE:
                 assert ckpt.log(replica.state, number)
+                logged(ckpt, rank, number)
                 if settled:
                     ckpt._log.recorder.flush()
                     ckpt._log_copies.settle()
@@ -172,20 +181,11 @@ def test_step_is_logged_only_after_the_copy_of_the_step_before(hosts, caplog):
     hosts.faulty("a").slow("write", 0.05, match="log/00001")
     hosts.faulty("b").slow("write", 0.05, match="log/00000")
 
-    def work(ckpt, rank, _):
-        replica = Replica()
-        for number in range(LAST + 1):
-            replica.step(number)
-            if number == BASE:
-                handle = ckpt.save(replica.state, number, mode="blocking")
-                assert handle.replicated.result(300)
-            elif number > BASE:
-                assert ckpt.log(replica.state, number)
-                uid = ckpt.info(BASE).uid
-                steps = StoredLog(posix(hosts.root("ba"[rank])), uid, rank).steps
-                assert number - 1 in [BASE, *steps] or LATE in caplog.text
+    def logged(ckpt, rank, number):
+        steps = StoredLog(posix(hosts.root("ba"[rank])), ckpt.info(BASE).uid, rank).steps
+        assert number - 1 in [BASE, *steps] or LATE in caplog.text
 
-    hosts.run("ab", work)
+    log_to(hosts, "ab", logged=logged)
 
 
 def test_late_neighbor_does_not_hold_the_log_and_is_waited_for_after_it_has_caught_up(
@@ -195,22 +195,14 @@ def test_late_neighbor_does_not_hold_the_log_and_is_waited_for_after_it_has_caug
     root = hosts.faulty("a")
     root.block("write", free, match="log/00001")
 
-    def work(ckpt, rank, _):
-        replica = Replica()
-        for number in range(LAST + 1):
-            replica.step(number)
-            if number == BASE:
-                handle = ckpt.save(replica.state, number, mode="blocking")
-                assert handle.replicated.result(300)
-            elif number > BASE:
-                assert ckpt.log(replica.state, number)
-        if rank == 1:
+    def logged(ckpt, rank, number):
+        if rank == 1 and number == LAST:
             assert ckpt._log_copies._late
             free.set()
             ckpt._log_copies.settle()
             assert not ckpt._log_copies._late
 
-    hosts.run("ab", work)
+    log_to(hosts, "ab", logged=logged)
     assert caplog.text.count(LATE) == 1
     hosts.lose("b")
     assert restored(hosts, "ax") == LAST
