@@ -158,6 +158,7 @@ class Checkpointer:
             drains=self._drains,
             ranks=self._ranks.of_restore,
             has_log=partial(has_log, self._backend),
+            repair=self._orders.repair,
         )
         self._catalog = self._reader.catalog
         self._copies = HostCopies(store, self._catalog, self._orders, self._ranks, self._workers)
@@ -798,6 +799,7 @@ class Checkpointer:
                 self._drains.close()
             if sys.exc_info()[0] is None:
                 self._copies.settle()
+                self._orders.settle()
             self._copies.close()
             self._log_copies.settle()
             self._ranks.settle()

@@ -81,7 +81,7 @@ class _RestoreTurn:
 class Reader:
     """Reads the checkpoints of one run, and starts repairs of the damaged copies that it finds."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options, each by name
         self,
         backend: TimeLimitedBackend,
         *,
@@ -92,6 +92,7 @@ class Reader:
         drains: Drains | None,
         ranks: Callable[[], RankGroup | None] = lambda: None,
         has_log: Callable[[str], bool] = lambda _: False,
+        repair: Callable[[CommitRecord, Collection[str]], None] = lambda *_: None,
     ) -> None:
         """Read the run of `backend`.
 
@@ -105,7 +106,10 @@ class Reader:
             drains: Copies between the backend's tiers; None without tiers.
             ranks: Returns the ranks that restore and load together, or None for a single process.
             has_log: Returns whether the checkpoint with a uid has a log.
+            repair: Called with a commit record and files that a read found damaged somewhere; on
+                hosts, replaces those that are damaged on this host.
         """
+        self._repair = repair
         self._config = config
         self._registry = registry
         self._workers = workers
@@ -307,7 +311,10 @@ class Reader:
                 self._rescued += lost_by_tiers(
                     checkpoint.backend, contents.record, contents.manifest.lengths(), known=known
                 )
-            return result, tuple(dict.fromkeys(self._rescued[earlier:]))
+            rescued = dict.fromkeys(self._rescued[earlier:])
+            if rescued:
+                self._repair(checkpoint.contents.record, {name for name, _ in rescued})
+            return result, tuple(rescued)
 
         if round_ is None:
             candidates = Candidates(self._candidates(step, on_damage))

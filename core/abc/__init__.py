@@ -21,6 +21,7 @@ from penstock.core.abc.codec import DECLINED, Codec, CodecContext, CodecOutput, 
 from penstock.core.abc.delegating import DelegatingBackend, DelegatingWriter
 from penstock.core.abc.hosts import (
     HOST_NAME,
+    OTHER_HOST,
     HostRecord,
     HostRoot,
     HostRoots,
@@ -29,6 +30,7 @@ from penstock.core.abc.hosts import (
     copies_of,
     encode_host,
     host_roots,
+    place_text,
     read_host,
 )
 from penstock.core.abc.job_store import (
@@ -80,6 +82,7 @@ __all__ = [
     "DECLINED",
     "FLOAT_DTYPES",
     "HOST_NAME",
+    "OTHER_HOST",
     "ROOT_NAME",
     "Backend",
     "BlobWriter",
@@ -132,6 +135,7 @@ __all__ = [
     "host_roots",
     "misplaced_roots",
     "parse_size",
+    "place_text",
     "places_of",
     "ranks_node",
     "ranks_of",

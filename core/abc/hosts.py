@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 HOST_NAME = "tier/host.json"
 """Name of the record in each host's root."""
 
+OTHER_HOST = "another host"
+"""Name of the root of another host in `copies_of`."""
+
 _VERSION = 1
 _LIMIT_BYTES = 1 << 20
 _MAX_EPOCH = (1 << 62) - 1
@@ -162,16 +165,23 @@ def absence(backend: Backend, /) -> str:
     )
 
 
+def place_text(name: str, /) -> str:
+    """Return where a place of `copies_of` is, for messages."""
+    return f"on {OTHER_HOST}" if name == OTHER_HOST else f"in tier {name}"
+
+
 def copies_of(backend: Backend, /) -> Iterator[Tier]:
     """Yield the places that may have a copy of a blob: all tiers, and all roots of those on hosts.
 
     Yields nothing if the store is one place. A place without a name is the store itself, or the
-    root of one host.
+    root of this host; the roots of other hosts have the name `OTHER_HOST`.
     """
     hosts = host_roots(backend)
     for number, tier in enumerate(backend.tiers or ([Tier("", backend)] if hosts else [])):
         if number in hosts:
-            yield from (Tier("", root.backend) for root in hosts[number].roots)
+            own, *others = hosts[number].roots
+            yield Tier("", own.backend)
+            yield from (Tier(OTHER_HOST, root.backend) for root in others)
         else:
             yield tier
 

@@ -29,7 +29,7 @@ from penstock.core.format.records import commit_name, intent_name, lease_name
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from penstock.core.abc import Backend
     from penstock.core.concurrency.workers import Workers
@@ -178,7 +178,6 @@ def verify_blobs(
     on_progress: Callable[[int], None] = lambda _: None,
     on_look: Callable[[], None] = lambda: None,
     bytes_per_s: float | None = None,
-    only: Collection[str] | None = None,
 ) -> None:
     """Read all bytes of a checkpoint, and compare every checksum of its stored bytes.
 
@@ -189,7 +188,6 @@ def verify_blobs(
         on_progress: Called with the number of bytes read; may raise to end the read.
         on_look: Called at least every few seconds, even while the store hangs; may raise too.
         bytes_per_s: Maximum bytes to read per second; None sets no limit.
-        only: The files to read, and the parts of these blobs; None: all files.
 
     Raises:
         DamagedError: The checkpoint is damaged; names the first damaged objects.
@@ -219,6 +217,4 @@ def verify_blobs(
             alive=on_look,
         ),
     )
-    mover.run(BlobTransfer(blob, source, None) for blob in contents.read(only))
-    for _ in contents.records(only or ()):  # `read` verifies only the parts of these blobs
-        pass
+    mover.run(BlobTransfer(blob, source, None) for blob in contents.read())

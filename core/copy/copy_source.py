@@ -17,12 +17,13 @@ import numpy as np
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.copy.mover import CheckedBlob
-from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError, StorageError
 from penstock.core.format.blocks import frame_blocks
 from penstock.core.format.compressed import digest
 from penstock.core.format.records import blob_uid
 from penstock.core.restore.manifest_reader import ManifestReader
 from penstock.core.restore.sweep import check_cover
+from penstock.core.storage.failover import from_any_tier
 from penstock.core.suggest import listed
 from penstock.core.types import ByteRange, show_path
 
@@ -115,21 +116,25 @@ class CopySource:
             )
         index = self.record.index
         if only is None or index.name in only:
-            yield index.name, self._whole(index, self._manifest.index(self._backend).bound())
+            yield index.name, self._whole(index, self._manifest.from_index(lambda i: i.bound()))
 
     def _whole(self, entry: PartEntry | IndexEntry, bound: Iterable[tuple[int, int, str]]) -> bytes:
         """Read a record, and verify its pieces; `bound` has their offset, length and sha256."""
-        name = entry.name
-        try:
-            data = self._backend.read_record(name, limit_bytes=entry.length)
-        except BlobNotFoundError as error:
-            gone = FormatError(f"{name} on {self._backend.url} is missing", [name])
-            raise self.missing(gone) from error
-        pieces = [(data[start : start + length], sha256) for start, length, sha256 in bound]
-        if len(data) != entry.length or any(digest(piece) != sha256 for piece, sha256 in pieces):
-            msg = f"{name} on {self._backend.url} changed while it was copied"
-            raise FormatError(msg, [name])
-        return data
+        name, pieces = entry.name, [*bound]
+
+        def read(backend: Backend) -> bytes:
+            try:
+                data = backend.read_record(name, limit_bytes=entry.length)
+            except BlobNotFoundError as error:
+                gone = FormatError(f"{name} on {backend.url} is missing", [name])
+                raise self.missing(gone) from error
+            wrong = (digest(data[start : start + n]) != sha256 for start, n, sha256 in pieces)
+            if len(data) != entry.length or any(wrong):
+                msg = f"{name} on {backend.url} changed while it was copied"
+                raise FormatError(msg, [name])
+            return data
+
+        return from_any_tier(self._backend, name, read)
 
     def damage(self, blob: str, ranges: Sequence[ByteRange]) -> DamagedError:
         """Return the error for ranges of a blob that do not match; names their objects."""
@@ -141,6 +146,12 @@ class CopySource:
             f"{listed(objects)}. `penstock verify` lists all damage; copy another step."
         )
         return DamagedError(msg, objects or [blob])
+
+    def wrong(self, blob: str, why: Sequence[ByteRange] | StorageError) -> PenstockError:
+        """Return the error for a blob with ranges that do not match, or that is missing."""
+        if isinstance(why, StorageError):
+            return self.missing(FormatError(str(why), [blob]))
+        return self.damage(blob, why)
 
     def missing(self, error: PenstockError) -> PenstockError:
         """Return the error for a missing file: the checkpoint was deleted, or is damaged."""

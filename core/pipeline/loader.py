@@ -20,7 +20,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import copies_of, first_whole
+from penstock.core.abc import copies_of, first_whole, place_text
 from penstock.core.concurrency.copy_bytes import copy_bytes
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.errors import (
@@ -247,7 +247,7 @@ class Loader:
             cancel=session.cancel,
         )
         for blob, tier in dict(stats.rescued).items():
-            log.warning("%s is damaged; the good copy in tier %s was read instead", blob, tier)
+            log.warning("%s is damaged; the good copy %s was read instead", blob, place_text(tier))
         for blob, tier in dict.fromkeys(stats.rescued):
             self._on_failover(blob, tier)
         self._idle.append(scratch)  # not after an error: a stuck store may still write into it

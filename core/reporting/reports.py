@@ -277,8 +277,8 @@ class RestoreReport(HtmlTable):
         direct_io: Whether the page cache was bypassed.
         fell_back_from: The steps that `on_damage="fallback"` skipped, newest first.
         rescued: Blobs, records and sections of records that were damaged or missing in one tier,
-            each with the tier whose copy was read instead. A checkpointer replaces the bad copies
-            in the background.
+            each with the tier whose copy was read instead, or "another host". A checkpointer
+            replaces the bad copies in the background.
         uid: The uid of the restored checkpoint.
         replayed_steps: The logged steps that were replayed onto a checkpoint.
         seconds: `plan`, `read`, `place`, `total`, and `replay` if steps were replayed.

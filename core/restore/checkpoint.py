@@ -7,9 +7,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.catalog.notes import NotesOfRun
+from penstock.core.catalog.survey import has_data
 from penstock.core.concurrency.workers import Workers
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -297,6 +299,11 @@ class Checkpoint:
             CheckpointGoneError: No tier has a copy any longer.
         """
         copies = [self.verify_copy(tier, meter, deep=deep) for tier in self.backend.tiers]
+        if any(copy is not None and not copy.damaged for copy in copies):
+            # A lost host has taken its files along, which is no damage of a tier on hosts.
+            for number, place in host_roots(self.backend).items():
+                if not has_data(place, self._record):
+                    copies[number] = None
         if not any(copies):
             self.opened.check_there()
         return copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -165,8 +166,9 @@ class ManifestReader:
         """Return the table of a part's shards, verified by the digest in the head."""
         head = self.head(part)
         info, name = head.shards, self.parts[part].name
-        with memory_permitting(name):
-            return decode_shards(self._fetch(name, info.offset, info.length, self.backend), head)
+        return self._decoded(
+            name, (info.offset, info.length), lambda data: decode_shards(data, head)
+        )
 
     def choices(self) -> tuple[ChoiceRecord, ...]:
         """Return one codec choice for each class of objects: that of the first rank with one."""
@@ -264,8 +266,8 @@ class ManifestReader:
         index = self.record.index
         with memory_permitting(index.name):
             self.check_size(index.name, index.length)
-            for _ in self.index(self.backend).blocks():
-                pass  # each is verified as it is read
+            # Each block is verified as it is read.
+            self.from_index(lambda index: deque(index.blocks(), maxlen=0))
 
     def check_borrowed(self) -> None:
         """Compare the borrowed blobs in the heads read so far with the record's table.
@@ -277,9 +279,8 @@ class ManifestReader:
         if table is None:
             return  # compared when each head was read
         start = index.length - table.length
-        data = self._fetch(index.name, start, table.length, self.backend)
-        with memory_permitting(index.name):
-            listed = set(decode_borrowed(data, self.record))
+        place = start, table.length
+        listed = set(self._decoded(index.name, place, lambda d: decode_borrowed(d, self.record)))
         every = {blob for head in self.heads.values() for blob in head.blobs}
         lacking = [b for b in borrowed_from(every, self.record.uid) if b not in listed]
         if lacking:
@@ -294,10 +295,14 @@ class ManifestReader:
             FormatError: The size differs, or there is no such record or blob.
             CheckpointGoneError: The checkpoint was deleted meanwhile.
         """
-        size = self._size(name, self.backend)
-        if size != length:
-            msg = f"{name} on {self.backend.url} has {size} bytes, but {length} were written"
-            raise FormatError(msg, [name])
+
+        def check(backend: Backend) -> None:
+            size = self._size(name, backend)
+            if size != length:
+                msg = f"{name} on {backend.url} has {size} bytes, but {length} were written"
+                raise FormatError(msg, [name])
+
+        from_any_tier(self.backend, name, check)
 
     def lengths(self) -> dict[str, int]:
         """Return the lengths of the index, of the parts, and of the blobs of heads read so far."""

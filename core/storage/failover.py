@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.core.abc import DelegatingBackend, copies_of, first_whole
+from penstock.core.abc import DelegatingBackend, copies_of, first_whole, place_text
 from penstock.core.errors import DamagedError
 from penstock.core.foreign import memory_permitting
 
@@ -59,9 +59,11 @@ def from_any_tier(backend: Backend, name: str, read: Callable[[Backend], T]) -> 
             if whole is None:
                 raise
             tier_name, result = whole
-            where = f"in tier {tier_name}" if tier_name else "on another host"
+            if not tier_name:
+                return result
+            where = place_text(tier_name)
             log.warning("%s; the good copy %s was read instead", str(error), where)
-            if tier_name and isinstance(backend, ObservedBackend):
+            if isinstance(backend, ObservedBackend):
                 for damaged in error.damaged:
                     backend.on_failover(damaged, tier_name)
             return result

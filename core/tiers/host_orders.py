@@ -1,4 +1,4 @@
-"""Moves files of a checkpoint on each host, as rank 0 orders.
+"""Moves files of a checkpoint on each host, as rank 0 orders, and replaces damaged ones.
 
 A pull copies files of other hosts to the host's root. A push copies files to the next tier.
 
@@ -17,15 +17,21 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.core.abc import DelegatingBackend, host_roots
+from penstock.core.abc import DelegatingBackend, copies_of, host_roots
 from penstock.core.catalog.survey import read_commit, sizes_below, sizes_of
-from penstock.core.concurrency.watchdog import NEVER, Deadline, Watchdog, call_all_with_deadline
+from penstock.core.concurrency.watchdog import NEVER, Watchdog, call_all_with_deadline
 from penstock.core.copy.copy_source import CopySource
 from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
-from penstock.core.errors import FormatError, SaveAbortedError, StorageError
+from penstock.core.errors import (
+    BlobNotFoundError,
+    PenstockError,
+    SaveAbortedError,
+    StorageError,
+)
 from penstock.core.foreign import said
 from penstock.core.format.records import commit_name
+from penstock.core.suggest import listed
 from penstock.core.types import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -97,14 +103,18 @@ class HostOrders:
 
     def __init__(self, store: Backend, workers: Workers) -> None:
         """Prepare, without I/O."""
+        self._store = store
         self._places = host_roots(store)
         self._workers = workers
         self._tasks: dict[tuple[int, str], _HostTask] = {}
+        self._repairs: list[_HostTask] = []
         for number, place in self._places.items():
             self._tasks[number, "pull"] = _HostTask(workers, partial(_pull, place))
             if number + 1 < len(store.tiers):
                 push = partial(_push, place, store.tiers[number + 1])
                 self._tasks[number, "push"] = _HostTask(workers, push)
+            repair = partial(_repair, store, place)
+            self._repairs.append(_HostTask(workers, repair, silent_s=None))
 
     def execute(self, number: int, kind: str, body: bytes) -> bytes:
         """Begin to execute an order in tier `number`; return the progress as bytes.
@@ -134,19 +144,58 @@ class HostOrders:
         order = partial(self.execute, number)
         return HostPushes(place, order, bytes_per_s, stuck_s, self._workers.timing).copy
 
+    def repair(self, record: CommitRecord, names: Collection[str]) -> None:
+        """Begin to replace those of these files that are damaged on this host."""
+        order = Order(commit_name(record.step, record.generation), dict.fromkeys(names, 0))
+        for task in self._repairs:
+            with suppress(StorageError):  # the last repair has failed, so this one does not begin
+                task.execute(order)
+
+    def settle(self) -> None:
+        """Wait until `repair` has ended, or makes no progress."""
+        for task in self._repairs:
+            task.join()
+
+    def damaged(
+        self, record: CommitRecord, names: Collection[str] | None = None, *, deep: bool = True
+    ) -> dict[str, str]:
+        """Verify files of a checkpoint on this host; return what is wrong, by name.
+
+        Args:
+            record: The commit record.
+            names: The files; None: all that this host has.
+            deep: Whether to read blobs; if not, only their sizes are compared.
+
+        Raises:
+            DamagedError: A part that describes them has no whole copy.
+            CheckpointGoneError: The checkpoint was deleted meanwhile.
+            StorageError: The root of this host does not answer.
+        """
+        found: dict[str, str] = {}
+        for place in self._places.values():
+            task = _HostTask(self._workers, lambda *_: None, silent_s=None)
+            found |= _damaged(self._store, place, record, task, names, deep=deep)
+        return found
+
     def close(self) -> None:
         """Cancel all copies, and wait for their ends."""
-        for task in self._tasks.values():
+        for task in (*self._tasks.values(), *self._repairs):
             task.close()
 
 
 class _HostTask:
     """Executes one order at a time, on a thread."""
 
-    def __init__(self, workers: Workers, copy: Callable[[Order, _HostTask], None]) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        copy: Callable[[Order, _HostTask], None],
+        *,
+        silent_s: float | None = _SILENT_S,
+    ) -> None:
         self.workers = workers
         self._copy = copy
-        self._asked = Deadline(_SILENT_S, workers.timing.clock)
+        self._asked = Watchdog(silent_s, workers.timing.clock)
         self._lock = threading.Lock()  # guards everything below
         self._order: Order | None = None
         self._mover: BlobMover | None = None
@@ -160,7 +209,7 @@ class _HostTask:
     def execute(self, order: Order) -> bytes:
         key = order.key
         with self._lock:
-            self._asked = Deadline(_SILENT_S, self.workers.timing.clock)
+            self._asked.moved()
             (failed, error), self._failure = self._failure, ((), "")
             if self._closed:
                 failed, error = key, "the run was closed on this host"
@@ -182,27 +231,22 @@ class _HostTask:
 
     def move(
         self,
-        source: CopySource,
         transfers: Iterable[BlobTransfer],
         target: Backend,
+        wrong: Callable[[BlobTransfer, list[ByteRange] | StorageError], None],
         *,
-        bytes_per_s: float | None,
+        bytes_per_s: float | None = None,
         sealed: Callable[[str], None] = lambda _: None,
         owned: Callable[[], bool] = lambda: True,
     ) -> None:
         """Move blobs, and compare their checksums; return when they are durable.
 
+        Calls `wrong` with damaged ranges of a blob, or with the error for a missing blob.
+
         Raises:
-            DamagedError: A blob is damaged or missing.
             SaveAbortedError: The order was cancelled, or rank 0 no longer asks for it.
             StorageError: A store failed.
         """
-
-        def damaged(transfer: BlobTransfer, ranges: list[ByteRange]) -> None:
-            raise source.damage(transfer.blob.name, ranges)
-
-        def missing(transfer: BlobTransfer, error: StorageError) -> None:
-            raise source.missing(FormatError(str(error), [transfer.blob.name])) from error
 
         def moved(size_bytes: int) -> None:
             self._moved_bytes += size_bytes
@@ -224,14 +268,24 @@ class _HostTask:
             unit_bytes=max(PAGE_BYTES, *units),
             bytes_per_s=bytes_per_s,
             calls=Callbacks(
-                moved=moved, sealed=done, damaged=damaged, missing=missing, alive=alive, owned=owned
+                moved=moved, sealed=done, damaged=wrong, missing=wrong, alive=alive, owned=owned
             ),
         )
         with self._lock:
             if self._closed:
-                return
+                msg = "the run was closed on this host"
+                raise SaveAbortedError(msg)
             self._mover = mover
         mover.run(transfers)
+
+    def join(self) -> None:
+        timing, moved = self.workers.timing, -1
+        watchdog = Watchdog(timing.stuck_s, timing.clock)
+        while self._thread is not None and self._thread.is_alive() and not watchdog.is_over():
+            if moved != self._moved_bytes:
+                moved = self._moved_bytes
+                watchdog.moved()
+            self._thread.join(timing.poll_s)
 
     def close(self) -> None:
         with self._lock:
@@ -261,22 +315,108 @@ def _pull(place: HostRoots, order: Order, task: _HostTask) -> None:
     """Copy files of other hosts to the root of this host."""
     own = place.own
     record = read_commit(place, order.record)
-    source = CopySource(place, record)
     sizes = sizes_below(own, (record.uid, *record.references))
     own.delete([name for name in sizes if _LANDING in name])  # left by a process that died
     lacking = {name for name, size in order.files.items() if sizes.get(name) != size}
-    blobs = source.read(lacking)
-    landing = _Landing(own)
-    task.move(
-        source,
-        (BlobTransfer(blob, place, landing) for blob in blobs),
-        own,
-        bytes_per_s=place.copy_bytes_per_s,
-        sealed=lambda name: own.rename(landing.landing(name), name),
-    )
-    own.delete([landing.landing(blob.name) for blob in blobs])  # removes the empty folder
-    for name, data in source.records(lacking):
+    _bring(place, [place, *_others(place, place)], CopySource(place, record), lacking, task)
+
+
+def _repair(store: Backend, place: HostRoots, order: Order, task: _HostTask) -> None:
+    """Replace files of this host that are damaged; log the outcome."""
+    try:
+        record = read_commit(store, order.record)
+        damaged = _damaged(store, place, record, task, order.files)
+        if not damaged:
+            return
+        _bring(place, _others(store, place), CopySource(store, record), damaged, task)
+    except PenstockError as error:
+        log.warning("damaged files on this host are not replaced: %s", str(error))
+    else:
+        names = listed([*damaged])
+        log.warning("step %d: %s on this host was damaged, and is replaced", record.step, names)
+
+
+def _damaged(
+    store: Backend,
+    place: HostRoots,
+    record: CommitRecord,
+    task: _HostTask,
+    names: Collection[str] | None = None,
+    *,
+    deep: bool = True,
+) -> dict[str, str]:
+    """See `HostOrders.damaged`."""
+    own, source = place.own, CopySource(store, record)
+    sizes = sizes_of(own, record)
+    held = sizes.keys() if names is None else sizes.keys() & {*names}
+    found: dict[str, str] = {}
+
+    def wrong(transfer: BlobTransfer, why: list[ByteRange] | StorageError) -> None:
+        name = transfer.blob.name
+        if isinstance(why, list):
+            msg = f"bytes {why[0].start}-{why[0].stop} of {name} do not match their checksum"
+        else:
+            msg = str(why)
+        found.setdefault(name, msg)
+
+    blobs = source.read(held)
+    if deep:
+        task.move((BlobTransfer(blob, own, None) for blob in blobs), own, wrong)
+    else:
+        found |= {
+            blob.name: f"{blob.name} has {sizes[blob.name]} bytes, but {blob.length} were written"
+            for blob in blobs
+            if sizes[blob.name] != blob.length
+        }
+    for name, data in source.records(held):
+        with suppress(BlobNotFoundError):
+            if sizes[name] != len(data) or own.read_record(name, limit_bytes=len(data)) != data:
+                found[name] = f"{name} does not match its digest"
+    return found
+
+
+def _others(store: Backend, place: HostRoots) -> list[Backend]:
+    """Return the places that may have a copy of this host's files, the nearest first."""
+    return [tier.backend for tier in copies_of(store) if tier.backend is not place.own]
+
+
+def _bring(
+    place: HostRoots,
+    places: Iterable[Backend],
+    source: CopySource,
+    names: Collection[str],
+    task: _HostTask,
+) -> None:
+    """Copy files to this host, each from the first of these places with a whole copy.
+
+    Raises:
+        DamagedError: No copy of a file is whole.
+        CheckpointGoneError: The checkpoint was deleted meanwhile.
+        StorageError: A store failed.
+    """
+    own, landing = place.own, _Landing(place.own)
+    left = {blob.name: blob for blob in source.read(names)}
+    failures: dict[str, list[ByteRange] | StorageError] = {}
+
+    def wrong(transfer: BlobTransfer, why: list[ByteRange] | StorageError) -> None:
+        failures[transfer.blob.name] = why
+
+    def sealed(name: str) -> None:
+        if name not in failures:
+            own.rename(landing.landing(name), name)
+            del left[name]
+
+    for there in places:
+        if blobs := [*left.values()]:
+            failures.clear()
+            transfers = (BlobTransfer(blob, there, landing) for blob in blobs)
+            task.move(transfers, own, wrong, bytes_per_s=place.copy_bytes_per_s, sealed=sealed)
+            own.delete([landing.landing(blob.name) for blob in blobs])  # removes the empty folder
+    for name, data in source.records(names):
         own.publish(name, data)
+    for name in left:
+        none = BlobNotFoundError(f"no other place has a copy of {name}")
+        raise source.wrong(name, failures.get(name, none))
 
 
 def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
@@ -286,6 +426,9 @@ def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
 
     def owned() -> bool:
         return Lease(target, record.uid, task.workers.timing).is_of(order.token)
+
+    def wrong(transfer: BlobTransfer, why: list[ByteRange] | StorageError) -> None:
+        raise source.wrong(transfer.blob.name, why)
 
     def transfers() -> Iterator[BlobTransfer]:
         for blob in source.read(order.files):
@@ -298,13 +441,7 @@ def _push(place: HostRoots, tier: Tier, order: Order, task: _HostTask) -> None:
                 raise StorageError(msg)
             yield BlobTransfer(blob, place, target)
 
-    task.move(
-        source,
-        transfers(),
-        target,
-        bytes_per_s=order.bytes_per_s,
-        owned=owned,
-    )
+    task.move(transfers(), target, wrong, bytes_per_s=order.bytes_per_s, owned=owned)
 
 
 class HostPushes:

@@ -153,8 +153,9 @@ class TierRepairs:
         """
         if self._is_on_hosts(bad):
             msg = (
-                f"tier {self._tiers[bad].name} has a root on each host: a repair would move all of "
-                "the checkpoint to this host. Later checkpoints replace the damaged one"
+                f"tier {self._tiers[bad].name} has a root on each host, which replaces its own "
+                "files: restore the step, or run `penstock verify --repair` under torchrun on all "
+                "hosts"
             )
             raise ConfigError(msg)
         with self._ended:
@@ -220,6 +221,8 @@ class TierRepairs:
         """Replace the damaged copies that a read skipped, in all tiers before the good copy."""
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
+            # Hosts replace their own files.
+            damaged = {name: tier for name, tier in damaged.items() if tier in numbers}
             for name, tier in damaged.items():
                 if parse_commit_name(name) is not None:
                     self._replace_unreadable(name, numbers[tier])

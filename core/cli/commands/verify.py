@@ -9,19 +9,17 @@ import re
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.catalog.survey import sizes_of
 from penstock.core.cli.app import AsGiven, Json, Step, command
 from penstock.core.cli.job import answers, open_run
 from penstock.core.cli.output.render import print_json, print_line, steps_text
-from penstock.core.cli.output.shares import joined_place
 from penstock.core.concurrency.workers import Workers, default_workers
-from penstock.core.copy.confirmation import verify_blobs
 from penstock.core.errors import CheckpointGoneError, CheckpointNotFoundError, DamagedError
 from penstock.core.format.records import blob_uid
 from penstock.core.log.inventory import noting
@@ -32,6 +30,7 @@ from penstock.core.reporting.reports import Damage, VerifyReport
 from penstock.core.restore.checkpoint import Checkpoint
 from penstock.core.suggest import listed
 from penstock.core.tiers.drains import Drains
+from penstock.core.tiers.host_orders import HostOrders
 from penstock.core.tiers.repairs import verify_and_repair
 from penstock.core.units import counted, size_text
 
@@ -65,7 +64,7 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="With tiers: replace damaged copies from a verified good one."
+            "--repair", help="Replace damaged copies, in tiers and on hosts, from a good one."
         ),
     ] = False,
     as_json: Json = False,
@@ -74,8 +73,9 @@ def verify(
 
     Also exits with 1 if a codec is not installed, since then not everything can be decoded. Lists
     all damage by the path of the object or the name of the record. With tiers, verifies the copy in
-    each tier. Under torchrun, also verifies the files on each host. With --all, exits with 1 if a
-    checkpoint is incomplete, too. With --repair, repaired damage does not count.
+    each tier. Under torchrun, also verifies the files on each host, and --repair replaces them
+    there. With --all, exits with 1 if a checkpoint is incomplete, too. With --repair, repaired
+    damage does not count.
 
     Examples:
       penstock verify runs/gpt
@@ -89,11 +89,12 @@ def verify(
         raise typer.BadParameter(msg)
     reports: list[VerifyReport] = []
     light = not (deep or repair)
-    damage_here = partial(_damage_here, step=step, every=every, deep=deep)
+    damage_here = partial(_damage_here, step=step, every=every, deep=deep, repair=repair)
     with open_run(url, light=light, at_each_host=damage_here) as backend:
+        copies = [{"host": h, "rank": rank, **found} for h, rank, found in answers()]
         with closing(Workers(default_workers())) as workers:
             loader, repairs = Loader(backend, workers), None
-            if repair:
+            if repair and (backend.tiers or not copies):
                 stuck_s = workers.timing.stuck_s
                 drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
                 repairs = drains.repairs
@@ -108,7 +109,6 @@ def verify(
                 if not as_json:
                     _print(report, backend.url, listed_uids=_damaged_uids(reports))
                 reports.append(report)
-        copies = [{"host": h, "rank": rank, "damaged": a} for h, rank, a in answers()]
         incomplete = Catalog(backend).incomplete_from(0) if every else {}
         ok = not incomplete and all(report.ok and not report.not_decoded for report in reports)
         ok = ok and not any(one["damaged"] for one in copies)
@@ -141,25 +141,43 @@ def _steps(backend: Backend, step: int | None, *, every: bool) -> Sequence[int]:
     return steps[-1:] or [catalog.require_latest()]  # raises, and says why
 
 
-def _damage_here(backend: Backend, *, step: int | None, every: bool, deep: bool) -> dict[int, str]:
-    """Verify the files on this host; return the damage by step."""
-    found: dict[int, str] = {}
-    place = joined_place(backend)
-    assert place is not None
+def _damage_here(
+    backend: Backend, *, step: int | None, every: bool, deep: bool, repair: bool
+) -> dict[str, dict[int, str]]:
+    """Verify the files on this host; return the damage by step, and what was repaired."""
+    damaged: dict[int, str] = {}
+    repaired: dict[int, str] = {}
     catalog = Catalog(backend)
-    with closing(Workers(default_workers())) as workers:
+    with (
+        closing(Workers(default_workers())) as workers,
+        closing(HostOrders(backend, workers)) as orders,
+    ):
         for number, record in catalog.records(_steps(backend, step, every=every)):
             if isinstance(record, DamagedError):
                 continue  # rank 0 reports it
-            held = sizes_of(place.own, record)
-            only = held if deep else set[str]()
             try:
-                verify_blobs(place, record, workers=workers, only=only)
+                found = orders.damaged(record, deep=deep)
+                if found and repair:
+                    orders.repair(record, found)
+                    orders.settle()
+                    before, found = found, orders.damaged(record, found)
+                    repaired |= _first(number, before.keys() - found.keys())
+                damaged |= _first(number, found.values())
             except CheckpointGoneError:
                 continue
             except DamagedError as error:
-                found[number] = str(error)[:_LONGEST]
-    return dict(list(found.items())[:_MOST_STEPS])
+                damaged |= _first(number, [str(error)])
+    return {"damaged": _few(damaged), "repaired": _few(repaired)}
+
+
+def _first(step: int, lines: Collection[str]) -> dict[int, str]:
+    """Return one line on a step, if there are any."""
+    first, more = next(iter(lines), ""), len(lines) - 1
+    return {step: first[:_LONGEST] + (f" and {more} more" if more > 0 else "")} if lines else {}
+
+
+def _few(found: Mapping[int, str]) -> dict[int, str]:
+    return dict(islice(found.items(), _MOST_STEPS))
 
 
 def _print_incomplete(incomplete: Mapping[int, str]) -> None:
@@ -171,6 +189,8 @@ def _print_copies(copies: Sequence[Mapping[str, Any]]) -> None:
     for one in copies:
         for why in one["damaged"].values():
             print_line(f"host {one['host']} of rank {one['rank']}: {why}", style="red")
+        for what in one["repaired"].values():
+            print_line(f"host {one['host']} of rank {one['rank']}: replaced {what}")
     if copies:
         bad = sum(bool(one["damaged"]) for one in copies)
         print_line(f"copies on {counted(len(copies), 'host')} verified, {bad} damaged")

@@ -1,6 +1,7 @@
 """Commands on a run with a root on each host: under torchrun, and on one host alone."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,11 @@ def test_ranks_of_torchrun_show_and_verify_the_run_of_all_hosts(hosts, command):
     assert "of rank 1: " in first.out
     assert name in first.out
     assert "copies on 3 hosts verified, 1 damaged" in first.out
+    first, *others = command("abc", "verify", "--all", "--repair")
+    assert [first.code, *(rank.code for rank in others)] == [0, 0, 0], first.out + first.err
+    assert re.search(f"^host . of rank 1: replaced .*{name}$", first.out, re.MULTILINE)
+    assert "copies on 3 hosts verified, 0 damaged" in first.out
+    assert command("abc", "verify", "--all")[0].code == 0
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ from tests.integration.ranks.saving import SHORT_TIMEOUT_S
 from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
 from tests.integration.training import Gate
 
-from penstock.core.errors import CheckpointNotFoundError, ConfigError
+from penstock.core.errors import CheckpointNotFoundError, ConfigError, DamagedError, RankError
 from penstock.core.format.records import parse_commit_name
 
 
@@ -226,21 +226,99 @@ def test_lost_host_is_recovered_without_the_durable_tier(tmp_path):
     assert Hosts(tmp_path, copies=1).restore("axc") == 2
 
 
+def damage(hosts, host, kind, number=None):
+    """Change the first byte of files of this kind on a host; return the good bytes by path."""
+    paths = sorted(hosts.root(host).glob(f"data/*/{kind}"))
+    paths = paths if number is None else [paths[number]]
+    good = {path: path.read_bytes() for path in paths}
+    for path, data in good.items():
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    assert good
+    return good
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+@pytest.mark.parametrize("kind", ["blobs/*", "parts/*", "index"])
+def test_restore_replaces_the_damaged_files_of_its_host(tmp_path, kind, tiered):
+    hosts = Hosts(tmp_path, durable=str(tmp_path / "durable") if tiered else None, copies=1)
+    hosts.run("ab", lambda *of: replicated(*of, 1))
+    good = damage(hosts, "a", kind, None if kind == "index" else 0)
+    assert hosts.restore("ab") == 1
+    assert {path: path.read_bytes() for path in good} == good
+
+
+def test_restore_replaces_a_file_from_the_next_tier_if_no_host_has_it_whole(tmp_path):
+    hosts = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
+    hosts.run("ab", lambda *of: replicated(*of, 1))
+    own = damage(hosts, "a", "blobs/*", 0) | damage(hosts, "b", "blobs/*", 1)
+    damage(hosts, "a", "blobs/*", 1)
+    damage(hosts, "b", "blobs/*", 0)
+    assert hosts.restore("ab") == 1
+    assert {path: path.read_bytes() for path in own} == own
+
+
+def test_damaged_file_without_a_whole_copy_stays(hosts):
+    hosts.run("ab", lambda *of: replicated(*of, 1))
+    damage(hosts, "a", "blobs/*", 0)
+    damage(hosts, "b", "blobs/*", 0)
+    before = [[path.read_bytes() for path in blobs(hosts, host)] for host in "ab"]
+
+    def work(ckpt, *of):
+        with pytest.raises((DamagedError, RankError)):
+            restored(ckpt, *of, step=1)
+
+    hosts.run("ab", work)
+    assert [[path.read_bytes() for path in blobs(hosts, host)] for host in "ab"] == before
+
+
+@pytest.mark.parametrize("kind", ["blobs/*", "parts/*", "index"])
+def test_copy_is_made_from_the_host_whose_file_is_whole(tmp_path, kind):
+    hosts = Hosts(tmp_path, copies=2)
+    hosts.run("abc", lambda *of: replicated(*of, 1))
+    hosts.lose("c")
+    damage(hosts, "a", kind)
+
+    def work(ckpt, rank, count):
+        ckpt.steps()
+        return replicated(ckpt, rank, count, 2)  # step 1 first
+
+    found = hosts.run("abx", work, timeout_s=SHORT_TIMEOUT_S)
+    assert found == [[True]] * 3
+    hosts.lose("a")
+    hosts.lose("b")
+    assert hosts.restore("x", 1) == 1
+
+
 @pytest.mark.parametrize("repairs", [False, True])
 def test_repair_leaves_the_copies_on_the_other_hosts(tmp_path, repairs):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
+    tiers.run("abcd", lambda *of: replicated(*of, 1))
+    for host in "abcd":
+        damage(tiers, host, "blobs/*")
+
+    def work(ckpt, rank, count):
+        ckpt.steps()
+        if rank == 0 and repairs:
+            assert not ckpt.verify(1, repair=True).ok
+
+    tiers.run("abcd", work)
+    assert [len(blobs(tiers, host)) for host in "abcd"] == [2] * 4
+
+
+def test_files_that_were_lost_with_their_hosts_are_no_damage(tmp_path):
     tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
     tiers.run("abcd", lambda *of: replicated(*of, 1))
     tiers.lose("a")
     tiers.lose("b")
 
-    def work(ckpt, rank, count):
-        restored(ckpt, rank, count, "latest")
-        if rank == 0 and repairs:
-            assert not ckpt.verify(1, repair=True).ok
+    def work(ckpt, rank, _):
+        ckpt.steps()
+        report = ckpt.verify(1)
+        assert report.ok
+        assert report.tiers == ("durable",)
+        assert not ckpt._orders.damaged(ckpt._catalog.record(1))
 
     tiers.run("abcd", work)
-    assert len(blobs(tiers, "c")) == len(blobs(tiers, "d")) == 2
-    assert not blobs(tiers, "a")
 
 
 @pytest.mark.parametrize("copies", [{"a": 1, "b": 0}, {"a": 0, "b": 1}])
