@@ -22,6 +22,7 @@ from penstock.core.abc import (
     Tier,
     call_all_with_deadline,
     current_timing,
+    host_roots,
     misplaced_roots,
     read_root,
 )
@@ -116,6 +117,9 @@ class TieredBackend(Backend):
         self._backends = [tier.backend for tier in self._tiers]
         self._checks_roots = False
         check_apart(self._backends)
+        if any(place.copies for number, place in host_roots(self).items() if number):
+            msg = "copies are made in the fastest tier only: leave `copies` out in slower ones"
+            raise ConfigError(msg)
         for number, backend in enumerate(self._backends):
             if isinstance(backend, LateBackend):
                 backend.check = partial(self._check_late, number)

@@ -17,7 +17,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from penstock.core.abc import DelegatingBackend
+from penstock.core.abc import DelegatingBackend, host_roots
 from penstock.core.catalog.deletion import delete_records
 from penstock.core.catalog.notes import carry_notes
 from penstock.core.catalog.survey import first_logged, is_whole
@@ -182,10 +182,14 @@ class Eviction:
         return False
 
     def _is_elsewhere(self, number: int, record: CommitRecord, verify: Verify) -> bool:
-        """Return whether a tier after `number` has a verified copy."""
+        """Return whether a tier after `number` has a verified copy.
+
+        A tier on hosts does not count: hosts make copies only in the fastest tier, so that tier
+        loses the checkpoint with any host.
+        """
         for later in range(number + 1, len(self._tiers)):
             backend = self._tiers[later].backend
-            if not is_whole(backend, record):
+            if host_roots(backend) or not is_whole(backend, record):
                 continue
             try:
                 _check_data(backend, record)
