@@ -160,6 +160,10 @@ class Timing:
     """A rank that waits for ranks of its host checks this often whether one of them cannot join
     the reading, or another rank has failed."""
 
+    copies_look_first_s: float = 0.05
+    """Rank 0 looks whether hosts have copied a checkpoint this long after it has asked them to, or
+    after the last progress; 1.5 times as long after each further look, at most 1 s."""
+
     last_progress_s: float = 5.0
     """A blocking save waits this long for its last `on_progress` call; then it returns."""
 

@@ -16,7 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.core.abc import host_roots
-from penstock.core.catalog.survey import borrowed_blobs, has_data, read_commit, sizes_below
+from penstock.core.catalog.survey import (
+    borrowed_blobs,
+    has_data,
+    has_files,
+    read_commit,
+    sizes_of,
+)
 from penstock.core.concurrency.watchdog import Watchdog
 from penstock.core.errors import (
     BlobNotFoundError,
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 _FAILURES = 5  # without progress, after which `settle` waits no longer
-_FIRST_LOOK_S, _MOST_LOOK_S, _GROWTH = 0.05, 1.0, 1.5
+_MOST_LOOK_S, _GROWTH = 1.0, 1.5
 _KIND = "replicas"  # for `ToldDrains`
 
 
@@ -161,7 +167,7 @@ class _Lead:
         self._held_bytes = -1
         self._failures = 0  # since the last progress
         self._error = ""  # of the last failure
-        self._pause_s = _FIRST_LOOK_S  # until the next look
+        self._pause_s = 0.0  # until the next look
         self._warned: set[str] = set()
 
     def begin(self) -> None:
@@ -241,7 +247,6 @@ class _Lead:
             self._thread = self._workers.spawn("replicate", self._run)
 
     def _run(self) -> None:
-        self._pause_s = _FIRST_LOOK_S
         while self._look():
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, self._pause_s)
@@ -261,7 +266,6 @@ class _Lead:
             with self._changed:
                 self._replication.deleted([key])
                 self._end([key])
-            return True
         except Exception as error:  # noqa: BLE001 - a task's boundary: logged, tried again
             self._failures, self._error = self._failures + 1, said(error)
             self._warn(key, self._error)
@@ -274,8 +278,9 @@ class _Lead:
                 self._replication.failed(key)
             if self._replication.target != key:
                 self._watchdog.moved()
-            if self._held_bytes != held or self._replication.target != key:
-                self._pause_s = _FIRST_LOOK_S
+                self._pause_s = 0.0  # the next target was committed some time ago
+            elif self._held_bytes != held or not self._pause_s:
+                self._pause_s = self._workers.timing.copies_look_first_s
             else:
                 self._pause_s = min(self._pause_s * _GROWTH, _MOST_LOOK_S)
         return True
@@ -290,9 +295,10 @@ class _Lead:
         roots = self._place.roots
         name = commit_name(*key)
         record = read_commit(self._place, name)
-        files = files_of(self._place, record)
-        is_whole = has_data(self._place, record)
         holdings, groups = holdings_of(self._place, record)
+        sizes = holdings.sizes
+        files = files_of(self._place, record, sizes)
+        is_whole = has_files(self._place, record, sizes)
         for host in sorted(holdings.counting):
             if name not in holdings.roots[host].files:  # its publish has failed
                 self._place.publish_again(name, roots[int(host)])
@@ -337,16 +343,13 @@ class _Lead:
             )
 
 
-def files_of(
-    place: Backend, record: CommitRecord, sizes: Mapping[str, int] | None = None
-) -> dict[str, int]:
+def files_of(place: Backend, record: CommitRecord, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the files of a checkpoint and the blobs that it borrows, with their sizes.
 
-    `sizes` may give the sizes of all files at that place; otherwise they are listed.
+    `sizes` has the size of each file at that place, by name.
     """
     prefix = data_prefix(record.uid)
     kinds = f"{prefix}blobs/", f"{prefix}parts/"
-    sizes = sizes_below(place, [record.uid]) if sizes is None else sizes
     files = {n: size for n, size in sizes.items() if n.startswith(kinds) or n == record.index.name}
     files |= {blob.name: blob.length for blob in borrowed_blobs(place, record)}
     name = commit_name(record.step, record.generation)
@@ -364,7 +367,7 @@ def holdings_of(place: HostRoots, record: CommitRecord) -> tuple[Holdings, HostG
     name = commit_name(record.step, record.generation)
     listings = []
     for number, root in enumerate(place.roots):
-        sizes = sizes_below(root.backend, (record.uid, *record.references))
+        sizes = sizes_of(root.backend, record)
         with suppress(BlobNotFoundError):
             sizes[name] = root.backend.stat(name).size_bytes
         listings.append(RootListing(str(number), root.epoch, sizes))

@@ -1,10 +1,11 @@
 """Hosts copy each other's files, so that a job survives the loss of any one of them."""
 
 import threading
+import time
 from contextlib import suppress
 
 import pytest
-from tests.integration.ranks.saving import SHORT_TIMEOUT_S
+from tests.integration.ranks.saving import LONG_S, SHORT_TIMEOUT_S
 from tests.integration.ranks.test_hosts import Hosts, posix, restored, saved, state_of
 from tests.integration.training import Gate
 
@@ -170,6 +171,27 @@ def test_training_does_not_wait_for_copies(hosts):
     found = hosts.run("ab", work)
     assert [one[0] for one in found] == [True, True]
     assert [one[2].replicated.result(0) for one in found] == [True, True]
+
+
+def test_next_checkpoint_is_copied_as_soon_as_the_last_one_is_replicated(hosts, waits):
+    hosts.run("ab", lambda *of: replicated(*of, 1))
+    root, gate = hosts.faulty("b"), Gate()
+    waits(copies_look_first_s=LONG_S)
+
+    def work(ckpt, rank, count):
+        ckpt.steps()  # rank 0 begins to look at step 1
+        lead = ckpt._copies._lead
+        while rank == 0 and lead._replication.target is not None:
+            time.sleep(0.01)
+        if rank == 0:
+            held = root.block("create", gate, match="/pulled/00000")
+        saved(ckpt, rank, count, 2)
+        is_copied = rank != 0 or held.reached.wait(60)
+        gate.set()
+        ckpt._copies.close()  # without another look
+        return is_copied
+
+    assert hosts.run("ab", work) == [True, True]
 
 
 def test_next_job_replaces_the_copies_of_a_lost_host(hosts):
