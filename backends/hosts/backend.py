@@ -110,7 +110,7 @@ class HostsBackend(HostRoots):
         self._config = config
         self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
         self._newest = 0
-        self._may_begin = self._joined = self._has_all = False
+        self._may_begin = self._joined = self._has_all = self._follows = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the lines above
         # Held while records are deleted: else `publish_again` could bring one back.
         self._deleting = threading.Lock()
@@ -180,7 +180,7 @@ class HostsBackend(HostRoots):
         with self._lock:
             self._roots = (own, *others)
             self._newest = max(root.epoch for root in self._roots)
-            self._may_begin = leads
+            self._may_begin, self._follows = leads, not leads
             self._joined, self._has_all = True, False
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
@@ -264,7 +264,7 @@ class HostsBackend(HostRoots):
             StorageError: A host does not answer, so its root may still have the blobs. Or other
                 hosts of the last job have not joined, and nothing was deleted.
         """
-        self.check_may_delete()
+        self._check_all_joined()
         self._begin_epoch()
         with self._deleting:
             self._at_all(lambda root: root.delete(names), self._roots[1:])
@@ -280,8 +280,11 @@ class HostsBackend(HostRoots):
 
     def check_may_delete(self) -> None:
         """See `HostRoots.check_may_delete`."""
-        if not self._joined and (why := absence(self)):
-            raise StorageError(why)
+        if self._follows:
+            # Without a new epoch, a host that is away would bring the deleted records back.
+            msg = "nothing was deleted: on hosts, only rank 0 may delete or rewind"
+            raise StorageError(msg)
+        self._check_all_joined()
 
     def sweep(self, before_s: float, /) -> None:
         """Sweep all roots."""
@@ -294,6 +297,10 @@ class HostsBackend(HostRoots):
         super().close()
 
     # -- below --------------------------------------------------------------------------------
+
+    def _check_all_joined(self) -> None:
+        if not self._joined and (why := absence(self)):
+            raise StorageError(why)
 
     def _counts(self, root: HostRoot, name: str) -> bool:
         return root.epoch == self._newest or not name.startswith(_RECORDS)
@@ -437,11 +444,13 @@ class HostsBackend(HostRoots):
 
     def _give(self, root: HostRoot, records: dict[str, bytes], there: set[str]) -> None:
         if records and self._newest and not root.epoch:
-            # Joins the last epoch first: else a crash leaves records that look like records from
-            # before the root was used with hosts.
+            # Else a crash leaves records that look like records from before the root was used with
+            # hosts. Without run and epoch: after a crash, a job on this host alone lacks records,
+            # and must not become the last job of the run, which deletes them on the other hosts.
             last = read_host(max(self._roots, key=lambda root: root.epoch).backend)
             assert last is not None
-            root.backend.publish(HOST_NAME, encode_host(replace(last, host=root.host)))
+            record = replace(last, host=root.host, epoch=0, run="")
+            root.backend.publish(HOST_NAME, encode_host(record))
         counts = root.epoch == self._newest
         for name in sorted(records.keys() - there if counts else records):
             root.backend.publish(name, records[name])

@@ -75,7 +75,7 @@ class HostRoots(DelegatingBackend, ABC):
         """Raise if a deletion would be refused; a caller that deletes in several places asks first.
 
         Raises:
-            StorageError: Other hosts of the last job have not joined.
+            StorageError: Other hosts of the last job have not joined, or this is not rank 0.
         """
 
     @property

@@ -256,6 +256,34 @@ def test_old_root_does_not_bring_back_what_a_job_without_it_deleted(hosts):
     assert hosts.run("ab", lambda ckpt, *_: ckpt.steps()) == [[1], [1]]
 
 
+def test_only_rank_0_deletes_so_that_an_absent_root_brings_nothing_back(hosts):
+    hosts.save("a", 1)
+    hosts.save("abc", 2)
+
+    def change(ckpt, rank, _):
+        ckpt.steps()
+        for call in (ckpt.delete, ckpt.rewind) if rank else ():
+            with pytest.raises(StorageError, match="only rank 0 may delete"):
+                call(1)
+
+    hosts.run("ab", change)
+    assert hosts.run("abc", lambda ckpt, *_: ckpt.steps()) == [[1, 2]] * 3
+
+
+def test_new_root_without_its_records_does_not_lead_the_run(hosts):
+    """A crash may leave such a root, and the next job may begin without the other hosts."""
+    hosts.save("ab", 1, 2)
+    hosts.faulty("c").fail("publish", times=None, match="commits/")
+    with pytest.raises(PenstockError):
+        hosts.save("abc", 3)
+    assert [*hosts.root("c").glob("**/*.json")] == [hosts.root("c") / HOST_NAME]
+    hosts._faulty.clear()
+    hosts.save("c", 1)
+    with pytest.raises(ConfigError, match="belong to different runs"):
+        hosts.save("abc", 3)
+    assert hosts.restore("ab") == 2
+
+
 def test_records_of_an_old_root_are_gone_when_it_joins_the_epoch(hosts):
     hosts.save("b", 5)
     bring_back = hosts.copy("b")
