@@ -33,6 +33,8 @@ class Replication:
         self._safe = set(safe)
         self._old = set(others)
         self._new: set[CheckpointKey] = set()
+        self._last: CheckpointKey | None = None  # saved by this job
+        self._last_safe: CheckpointKey | None = None
         self.target: CheckpointKey | None = None
         """The checkpoint that all hosts copy now; None if the newest is safe."""
         self._choose()
@@ -41,6 +43,7 @@ class Replication:
         """Add a checkpoint of this job, which replaces a deleted one of the same key."""
         self.deleted([key])
         self._new.add(key)
+        self._last = key
         if self.target is None:
             self._choose()
 
@@ -50,6 +53,7 @@ class Replication:
             self._old.discard(key)
             self._new.discard(key)
             self._safe.add(key)
+            self._last_safe = key
         if self.target is not None and self.target <= max(self._safe, default=self.target):
             self._choose()
 
@@ -80,18 +84,20 @@ class Replication:
     def deletable(self, keys: Iterable[CheckpointKey]) -> list[CheckpointKey]:
         """Return those of `keys` that retention, eviction and overwrites may delete, ascending.
 
-        All checkpoints older than the newest safe one may be deleted. Newer ones may be deleted
-        only if this job saved them and replication skipped them.
+        All checkpoints older than the newest safe one may be deleted, except the one that became
+        safe last. Newer ones may be deleted only if this job saved them and replication skipped
+        them.
         """
         newest_safe = max(self._safe, default=None)
         kept = {newest_safe, self.target, max(self._old | self._new, default=None)} | self._old
         skipped = self._new - kept
-        return sorted(
-            key for key in keys if key in skipped or (newest_safe is not None and key < newest_safe)
-        )
+        older = {key for key in keys if newest_safe is not None and key < newest_safe}
+        return sorted((older - {self._last_safe}).union(skipped.intersection(keys)))
 
     def _choose(self) -> None:
         newest = max(self._old | self._new, default=None)
         newest_safe = max(self._safe, default=None)
         is_newer = newest is not None and (newest_safe is None or newest > newest_safe)
         self.target = newest if is_newer else None
+        if self._last in self._new:  # even at an earlier step: training continues from there
+            self.target = self._last

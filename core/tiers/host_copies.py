@@ -186,13 +186,12 @@ class _Lead:
         keys = self._keys()
         with self._changed:
             if not self._closed:
+                self._end([key])  # of an earlier save that was deleted
                 self._waiting[key] = report.uid, on_end
                 self._told.begin(report.uid, self._failing)
                 if keys is not None:  # without those that were rewound or deleted
                     self._replication.keep_only([*keys, key])
                 self._replication.committed(key)
-                if self._replication.target is None:  # a newer one is replicated
-                    self._end([key])
                 self._run_on()
                 return
         on_end(False)  # noqa: FBT003 - the result of a future
@@ -273,7 +272,9 @@ class _Lead:
             # Meanwhile, the step may have been deleted and saved again.
             if uid and self._waiting.get(key, (uid,))[0] == uid:
                 self._replication.secured(key)
-                self._end([k for k in self._waiting if k <= key], replicated=key)
+                waiting = [*self._waiting] if key in self._waiting else [key]
+                # In the order of their saves: those before it were skipped.
+                self._end(waiting[: waiting.index(key) + 1], replicated=key)
             elif self._watchdog.is_over():
                 self._replication.failed(key)
             if self._replication.target != key:
@@ -323,7 +324,7 @@ class _Lead:
         self, keys: Iterable[CheckpointKey], *, replicated: CheckpointKey | None = None
     ) -> None:
         """Report the outcome of these checkpoints: only `replicated` has its copies."""
-        for key in sorted(keys):
+        for key in keys:
             if key in self._waiting:
                 uid, on_end = self._waiting.pop(key)
                 done = key == replicated and len(self._place.roots) > 1

@@ -77,3 +77,16 @@ def test_a_checkpoint_that_is_saved_again_is_copied_again():
     replication.committed((2, 0))
     assert replication.target == (2, 0)
     assert replication.deletable(ALL) == []
+
+
+def test_a_save_at_an_earlier_step_is_copied_and_stays():
+    replication = Replication(keys(1, 8), ())
+    replication.committed((2, 0))
+    assert replication.target == (2, 0)
+    replication.secured((2, 0))
+    assert replication.target is None
+    replication.committed((3, 0))
+    assert replication.target == (3, 0)
+    assert replication.deletable(ALL) == keys(1, 3, 4, 5, 6, 7)
+    replication.secured((3, 0))
+    assert replication.deletable(ALL) == keys(1, 2, 4, 5, 6, 7)

@@ -417,13 +417,38 @@ def test_job_protects_all_checkpoints_that_it_finds(hosts):
     assert hosts.run("ab", work)[0] == {(1, 0), (2, 0)}
 
 
-def test_overwrite_of_an_earlier_step_is_not_replicated(hosts):
+def test_overwrites_of_earlier_steps_are_replicated(hosts):
     def work(ckpt, rank, count):
-        replicated(ckpt, rank, count, 1, 2)
-        ckpt.save(state_of(1, rank, count), 1, overwrite=True).result(300)
-        return handle(ckpt).replicated.result(60)
+        replicated(ckpt, rank, count, 1, 2, 9)
+        found = []
+        for step in (1, 2):
+            ckpt.save(state_of(step, rank, count), step, overwrite=True).result(300)
+            found.append(handle(ckpt).replicated.result(60))
+        return found
 
-    assert hosts.run("ab", work) == [False, False]
+    assert hosts.run("ab", work) == [[True, True]] * 2
+    assert [step for step, _ in listed(hosts, "b")] == [1, 2, 9]
+    hosts.lose("a")
+    assert hosts.restore("bx", 2) == 2
+
+
+def test_save_that_is_replaced_before_its_copies_ends(hosts):
+    ready, root, gate = threading.Barrier(2), hosts.faulty("b"), Gate()
+
+    def work(ckpt, rank, count):
+        replicated(ckpt, rank, count, 1)
+        if rank == 0:
+            held = root.block("create", gate, match="/pulled/00000")
+        saved(ckpt, rank, count, 2)
+        first = handle(ckpt)
+        while rank == 0 and not held.reached.wait(60):
+            pass
+        alone(ready, rank, lambda: (time.sleep(3), ckpt.rewind(1)))  # rank 0 looks once per second
+        saved(ckpt, rank, count, 2)
+        gate.set()
+        return first.replicated.result(60), handle(ckpt).replicated.result(60)
+
+    assert hosts.run("ab", work) == [(False, True)] * 2
 
 
 def test_second_overwrite_leaves_the_replicated_generation(hosts):
