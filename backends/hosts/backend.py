@@ -238,8 +238,14 @@ class HostsBackend(HostRoots):
         """Publish in this host's root; records in `commits/`, `notes/` and `tier/` in all roots.
 
         With `exclusive`, no other root may have the name. A failure to publish on another host is
-        only logged: that host's root lacks the record until the next job publishes it there.
+        only logged: that host's root lacks the record until the next job publishes it there. A note
+        begins no epoch: a process on one host that was away would become the last job, and hosts
+        with newer checkpoints would lose them. It fails if a host does not answer.
         """
+        if name.startswith("notes/"):
+            counting = [root for root in self._roots if self._counts(root, name)]
+            self._at_all(lambda root: root.publish(name, data), counting)
+            return
         self._begin_epoch()
         others = self._roots[1:]
         if exclusive and others:

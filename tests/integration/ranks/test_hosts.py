@@ -270,6 +270,25 @@ def test_only_rank_0_deletes_so_that_an_absent_root_brings_nothing_back(hosts):
     assert hosts.run("abc", lambda ckpt, *_: ckpt.steps()) == [[1, 2]] * 3
 
 
+def test_note_on_a_host_that_was_away_changes_nothing_on_others(hosts):
+    hosts.save("abc", 1)
+    hosts.save("ab", 2)
+    with Checkpointer(hosts.store("c")) as ckpt:
+        ckpt.pin(1, "good")
+    assert hosts.run("abc", lambda ckpt, *_: ckpt.steps()) == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("later", ["xab", "abx"])
+def test_note_before_the_first_save_of_a_job_with_a_new_host(hosts, later):
+    hosts.save("a", 1)
+    hosts.save("ab", 2)
+    hosts.run(later, lambda ckpt, *_: ckpt.pin(1, "good"))
+    hosts.save(later, 3)
+    hosts.lose("b")
+    tags = hosts.run(later.replace("b", ""), lambda ckpt, *_: ckpt.info(1).tags)
+    assert tags == [("good",)] * 2
+
+
 def test_new_root_without_its_records_does_not_lead_the_run(hosts):
     """A crash may leave such a root, and the next job may begin without the other hosts."""
     hosts.save("ab", 1, 2)
@@ -594,8 +613,8 @@ def test_truncated_file_does_not_hide_the_durable_checkpoint(tmp_path):
 
 def test_pins_survive_the_host_that_wrote_them(hosts):
     hosts.save("a", 1)
+    hosts.save("ab", 2)
     hosts.run("ab", lambda ckpt, rank, _: (ckpt.steps(), rank or ckpt.pin(1, "good")))
-    hosts.run("ab", lambda ckpt, rank, count: saved(ckpt, rank, count, 2))
     for name in ("commits", "notes", "tier"):
         shutil.rmtree(hosts.root("a") / name)
     assert hosts.run("ab", lambda ckpt, *_: ckpt.info(1).tags) == [("good",)] * 2
