@@ -225,17 +225,23 @@ class RemoteRoot(Backend):
                 raise StorageError(msg)
             if self._client is None and not self._pause.is_over():
                 raise StorageError(self._failure)
-            try:
-                if self._client is None:
-                    self._client = self._connected()
-                return use(self._client)
-            except OSError as error:  # out of descriptors
-                raise self._lost(said(error)) from error
-            except StorageError as error:
-                if self._client is not None and not self._client.is_lost:
-                    msg = f"{self.url}: {error}"
-                    raise type(error)(msg) from error
-                raise self._lost(str(error)) from error
+            return self._attempt(use, is_old=self._client is not None)
+
+    def _attempt(self, use: Callable[[BlobClient], T], *, is_old: bool) -> T:
+        try:
+            if self._client is None:
+                self._client = self._connected()
+            return use(self._client)
+        except OSError as error:  # out of descriptors
+            raise self._lost(said(error)) from error
+        except StorageError as error:
+            if self._client is not None and not self._client.is_lost:
+                msg = f"{self.url}: {error}"
+                raise type(error)(msg) from error
+            if is_old and not self._closed and isinstance(error.__cause__, ConnectionError):
+                self._drop()  # a switch may have forgotten it, though the host is there
+                return self._attempt(use, is_old=False)
+            raise self._lost(str(error)) from error
 
     def _connected(self) -> BlobClient:
         client = BlobClient(

@@ -5,6 +5,7 @@ import time
 from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPConnection
+from itertools import count
 
 import pytest
 
@@ -32,12 +33,12 @@ def root():
 
 @pytest.fixture
 def server(root):
-    known = {client: Credentials.of(b"secret", 0, client) for client in (7, 9)}
+    known = {client: Credentials.of(b"secret", 0, client) for client in (7, 9, 11, 13)}
     found = RootServer(
         root,
         "127.0.0.1",
         credentials=known.get,
-        order=lambda kind, body: kind.encode() + body,
+        order=lambda kind, body: disconnect(found) if kind == "drop" else kind.encode() + body,
         timing=TIMING,
     )
     found.start(PATIENCE_S)
@@ -45,8 +46,14 @@ def server(root):
     found.close()
 
 
+def disconnect(server):
+    for client in (7, 9, 11):
+        server._server.disconnect(client)
+    return b""
+
+
 def remote(address, patience_s=PATIENCE_S):
-    clients = ((client, Credentials.of(b"secret", 0, client)) for client in (7, 9))
+    clients = ((client, Credentials.of(b"secret", 0, client)) for client in count(7, 2))
     return closing(RemoteRoot("b", address, clients, patience_s=patience_s, timing=TIMING))
 
 
@@ -103,9 +110,10 @@ def test_silent_host_is_given_up_by_name():
 def test_root_is_reached_again_after_a_lost_connection(root, server):
     with remote(server.address, patience_s=2.0) as there:
         there.list("")
-        server._server.disconnect(7)
+        disconnect(server)
+        assert there.list("") == root.list("")  # at once
         with pytest.raises(StorageError, match="does not answer"):
-            there.list("")
+            there.order("drop", b"")  # again on the new connection
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             try:

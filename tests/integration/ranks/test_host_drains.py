@@ -117,6 +117,25 @@ def test_damaged_file_is_copied_from_another_host(tmp_path, caplog):
     tiers.check(1, ranks=2)
 
 
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("kind", ["blobs/*", "parts/*", "index"])
+@pytest.mark.parametrize("spoil", [zero, truncate])
+def test_damage_on_rank_0_does_not_keep_a_step_from_the_next_tier(tmp_path, caplog, kind, spoil):
+    tiers = replicated_without_the_durable_tier(tmp_path, "ab")
+    for path in tiers.root("a").glob(f"data/*/{kind}"):
+        spoil(path)
+    tiers.save("ab", 2)
+    assert "cannot be copied" not in caplog.text  # the first try has succeeded
+    tiers.check(1, ranks=2)
+
+
 def overwrite_2(ckpt, rank, count):
     ckpt.save(state_of(2, rank, count), 2, overwrite=True).committed.result(300)
 
