@@ -146,21 +146,19 @@ def ls(
     with tiers_quiet(), open_run(url) as backend:
         tiered, silent = bool(backend.tiers), dict[str, str]()
         listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
-        answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
-        notes = NotesOfRun(answering if tiered else [backend])
+        places = [t.backend for t in backend.tiers if t.name not in silent] or [backend]
+        shown, seen = with_details(listed[-(last or 0) :], backend, places), hosts_seen(backend)
+        waiting, logs = _unrecorded(places, listed)
         shown = [
-            replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed[-last if last else 0 :]
+            replace(one, bytes_logged=logs.get(one.record.uid if one.record else "", 0))
+            for one in shown
         ]
-        waiting, logs = _unrecorded(answering if tiered else [backend], listed)
-        shown = [replace(one, bytes_logged=logs.get(_uid(one), 0)) for one in shown]
-        shown, seen = with_spreads(shown, backend), hosts_seen(backend)
         records = [one.record for one in listed if one.record is not None]
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         newest = records[-1] if shown and shown[-1].record in records[-1:] else None
-        fastest = answering[0] if answering else backend  # it has the log
-        logged, log_error = (None, "") if newest is None else _logged(fastest, newest)
+        # The fastest place has the log.
+        logged, log_error = (None, "") if newest is None else _logged(places[0], newest)
         if as_json:
             found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
             found |= hosts_json(seen)
@@ -181,8 +179,7 @@ def ls(
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
-    print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
+    print_table([*columns_of(shown, records, wanted, tiered=tiered)], shown)
     print_hosts(seen)
     for one in shown:
         if one.error:
@@ -248,15 +245,23 @@ def free_by_compacting(url: str) -> str:
     return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size after compacting"
 
 
-def _columns(
+def columns_of(
     listed: Sequence[Listed],
-    lenders: Mapping[str, LendingSave],
-    wanted: Sequence[str],
+    records: Sequence[CommitRecord],
+    wanted: Sequence[str] = (),
     *,
     tiered: bool,
 ) -> Iterator[Column[Listed]]:
-    """Yield the columns for these checkpoints; columns on chains and tiers only if needed."""
+    """Yield the columns for these checkpoints; columns on chains and tiers only if needed.
+
+    Args:
+        listed: The checkpoints.
+        records: The readable commit records of the whole run.
+        wanted: The keys of metadata that get a column; empty: the usual metrics.
+        tiered: Whether the run is in tiers.
+    """
     now_s = time.time()
+    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
     yield Column("STEP", lambda one: str(one.step), right=True)
@@ -319,10 +324,6 @@ def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | Non
     return None if last is None else [s for s in logs[0].steps if s <= last], ""
 
 
-def _uid(one: Listed) -> str:
-    return "" if one.record is None else one.record.uid
-
-
 def _print_unrecorded(waiting: dict[str, int]) -> None:
     if not waiting:
         return
@@ -376,10 +377,18 @@ def list_run(backend: Backend) -> list[Listed]:
     ]
 
 
-def with_spreads(listed: Sequence[Listed], backend: Backend) -> list[Listed]:
-    """Add which host holds which files, if the roots of several hosts are joined."""
+def with_details(
+    listed: Sequence[Listed], backend: Backend, places: Sequence[Backend]
+) -> list[Listed]:
+    """Add the notes in these places, and which host holds which files."""
+    notes = NotesOfRun(places)
     spreads = spreads_of(backend, [one.record for one in listed if one.record is not None])
-    return [replace(one, spread=spreads.get(_uid(one))) for one in listed]
+    return [
+        replace(one, notes=notes.read(one.record), spread=spreads.get(one.record.uid))
+        if one.record is not None
+        else one
+        for one in listed
+    ]
 
 
 def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
