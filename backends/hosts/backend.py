@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -176,7 +177,7 @@ class HostsBackend(HostRoots):
         for request in rest:
             by_name[request.name].append(request)
         for name, some in by_name.items():
-            self._first(name, partial(_read, some))
+            self._first(name, methodcaller("read", some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read with `submit_read` of this host's root; if that root lacks bytes, with `read`."""
@@ -342,11 +343,8 @@ class HostsBackend(HostRoots):
             self._check_apart()
             records: dict[str, bytes] = {}
             for info in (info for prefix in _RECORDS for info in self.list(prefix)):
-                try:
-                    data = self.read_record(info.name, limit_bytes=info.size_bytes)
-                except BlobNotFoundError:
-                    continue  # not a file
-                records[info.name] = data
+                with suppress(BlobNotFoundError):  # not a file
+                    records[info.name] = self.read_record(info.name, limit_bytes=info.size_bytes)
             # The time in ms orders jobs that have no host in common.
             epoch = max(int(1000 * current_timing().clock.wall_s()), self._newest + 1)
             hosts = tuple(root.host for root in self.roots)
@@ -411,7 +409,3 @@ class HostsBackend(HostRoots):
                 len(old),
             )
             root.backend.delete(sorted(old))
-
-
-def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
-    root.read(requests)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.abc.delegating import DelegatingBackend
@@ -198,13 +198,7 @@ class HostRecord:
 
 def encode_host(record: HostRecord, /) -> bytes:
     """Return the bytes of the record of a host's root."""
-    body = {
-        "penstock": _VERSION,
-        "host": record.host,
-        "epoch": record.epoch,
-        "hosts": list(record.hosts),
-        "run": record.run,
-    }
+    body = {"penstock": _VERSION, **asdict(record)}
     return json.dumps(body, indent=1).encode() + b"\n"
 
 

@@ -323,10 +323,9 @@ def _identity(host: str, url: str) -> str:
 
     It includes the mount namespace: containers on one host may see different files under one path.
     """
-    try:
+    files = ""
+    with suppress(OSError):
         files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
-    except OSError:
-        files = ""
     return hashlib.blake2b(f"{host}\0{files}\0{url}".encode(), digest_size=12).hexdigest()
 
 

@@ -88,7 +88,7 @@ class RootServer(BlobServer):
             case "delete":
                 root.delete(body.decode(errors="replace").split("\n"))
             case "sweep":
-                root.sweep(_number(body))
+                root.sweep(float(body))
             case "order":
                 return self._order(name, body)
             case _:
@@ -218,7 +218,13 @@ class RemoteRoot(Backend):
                 raise StorageError(self._failure)
             try:
                 if self._client is None:
-                    self._client = self._connected()
+                    self._client = BlobClient(
+                        self._address,
+                        *next(self._clients),
+                        connect_s=self._patience_s,
+                        silent_s=self._patience_s,
+                    )
+                    self._client.connect()
                 return use(self._client)
             except OSError as error:  # out of descriptors
                 raise self._lost(said(error)) from error
@@ -227,20 +233,6 @@ class RemoteRoot(Backend):
                     msg = f"{self.url}: {error}"
                     raise type(error)(msg) from error
                 raise self._lost(str(error)) from error
-
-    def _connected(self) -> BlobClient:
-        client = BlobClient(
-            self._address,
-            *next(self._clients),
-            connect_s=self._patience_s,
-            silent_s=self._patience_s,
-        )
-        try:
-            client.connect()
-        except BaseException:
-            client.dispose()
-            raise
-        return client
 
     def _lost(self, why: str) -> StorageError:
         self._drop()
@@ -275,11 +267,3 @@ def _decoded(data: bytes, url: str) -> list[BlobInfo]:
     for info in infos:
         check_blob_name(info.name)
     return infos
-
-
-def _number(body: bytes) -> float:
-    try:
-        return float(body)
-    except ValueError as error:
-        msg = "the time is not a number"
-        raise StorageError(msg) from error

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Backend
     from penstock.core.catalog.notes import Notes
     from penstock.core.format.records import CommitRecord
     from penstock.core.reporting.reports import LendingSave
@@ -144,9 +144,8 @@ def ls(
     """
     wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), open_run(url) as backend:
-        tiered, silent = bool(backend.tiers), dict[str, str]()
-        listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
-        places = [t.backend for t in backend.tiers if t.name not in silent] or [backend]
+        tiered = bool(backend.tiers)
+        listed, places, silent = list_places(backend)
         shown, seen = with_details(listed[-(last or 0) :], backend, places), hosts_seen(backend)
         waiting, logs = _unrecorded(places, listed)
         shown = [
@@ -265,16 +264,16 @@ def columns_of(
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
     yield Column("STEP", lambda one: str(one.step), right=True)
-    yield _of_record("GEN", 1, lambda record: str(record.generation))
+    yield of_record("GEN", 1, lambda record: str(record.generation))
     if lenders:
-        yield _of_record("BASE", 8, partial(_base_cell, lenders))
-    yield _of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
-    yield _of_record("OBJECTS", 4, lambda record: str(record.objects))
-    yield _of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
-    yield _of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
+        yield of_record("BASE", 8, partial(_base_cell, lenders))
+    yield of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
+    yield of_record("OBJECTS", 4, lambda record: str(record.objects))
+    yield of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
+    yield of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
     if lenders:  # the size of all blobs that a checkpoint needs, own and borrowed
-        yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
-    yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
+        yield of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
+    yield of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     if any(one.bytes_logged for one in listed):
         yield Column("LOG", lambda one: size_text(one.bytes_logged), right=True, keep=5)
     yield Column("STATE", lambda one: state_cell(_state_of(one)))
@@ -292,7 +291,7 @@ def columns_of(
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
 
 
-def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
+def of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
     """Return a column on commit records; its cell is `-` if the record is unreadable."""
     return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
@@ -327,13 +326,11 @@ def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | Non
 def _print_unrecorded(waiting: dict[str, int]) -> None:
     if not waiting:
         return
-    steps = sorted(set(waiting.values()))
-    shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
+    lack = "lacks" if len(waiting) == 1 else "lack"
     print_line(
-        f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
-        f"{'s' if len(waiting) == 1 else ''} only the commit record: the save is under way, or it "
-        "broke off at its end, or the run was copied without its folder `commits`, whose files "
-        "must then be copied too",
+        f"{counted(len(waiting), 'attempt')} to save ({steps_text(sorted({*waiting.values()}))}) "
+        f"{lack} only the commit record: the save is under way, or it broke off at its end, or the "
+        "run was copied without its folder `commits`, whose files must then be copied too",
         style="yellow",
     )
 
@@ -391,27 +388,29 @@ def with_details(
     ]
 
 
-def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
-    """Return every step of all tiers that answer, ascending.
+def list_places(backend: Backend) -> tuple[list[Listed], list[Backend], dict[str, str]]:
+    """List a run in all tiers that answer; a run without tiers is one place.
 
-    Args:
-        tiers: The tiers, fastest first.
-        silent: Receives, by name, the reason why a tier does not answer.
+    Returns:
+        Every step, ascending; the tiers that answer, the fastest first; and by name of each other
+        tier, why it does not answer.
 
     Raises:
         StorageError: No tier answers.
     """
+    if not backend.tiers:
+        return list_run(backend), [backend], {}
     found: dict[int, Listed] = {}
-    for tier in tiers:
+    places: list[Backend] = []
+    silent: dict[str, str] = {}
+    for tier in backend.tiers:
         try:
             listed = list_run(tier.backend)
             waiting = {record.uid for record in pending(tier.backend)}
         except StorageError as error:
             silent[tier.name] = str(error)
-            if len(silent) == len(tiers):
-                msg = f"no tier answers: {'; '.join(f'{n}: {why}' for n, why in silent.items())}"
-                raise StorageError(msg) from error
             continue
+        places.append(tier.backend)
         for one in listed:
             before = found.get(one.step)
             if one.record is None or one.incomplete:  # the next tier may have it whole
@@ -427,7 +426,10 @@ def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
             elif before.record.uid == one.record.uid:
                 marked = before.waiting or one.record.uid in waiting
                 found[one.step] = replace(before, tiers=(*before.tiers, tier.name), waiting=marked)
-    return [found[step] for step in sorted(found)]
+    if not places:
+        msg = f"no tier answers: {'; '.join(f'{name}: {why}' for name, why in silent.items())}"
+        raise StorageError(msg)
+    return [found[step] for step in sorted(found)], places, silent
 
 
 def _state_of(one: Listed) -> str:

@@ -26,8 +26,8 @@ from penstock.core.cli.commands.ls import (
     Listed,
     columns_of,
     created_s,
-    list_run,
-    list_tiers,
+    list_places,
+    of_record,
     with_details,
 )
 from penstock.core.cli.commands.show import Shown, describe
@@ -35,7 +35,6 @@ from penstock.core.cli.job import open_run
 from penstock.core.cli.output.figures import Sum, grown, total
 from penstock.core.cli.output.render import (
     Cell,
-    Column,
     print_json,
     print_line,
     ratio_text,
@@ -272,7 +271,7 @@ def _table(facts: RunFacts) -> str:
     listed = facts.listed[-_ROWS:]
     columns = [
         # A page is read later, so it shows no ages.
-        Column("CREATED", _created_cell) if column.title == "AGE" else column
+        of_record("CREATED", 0, lambda record: record.created) if column.title == "AGE" else column
         for column in columns_of(listed, facts.records, tiered=bool(facts.tiers))
     ]
     left_out = len(facts.listed) - len(listed)
@@ -287,10 +286,6 @@ def _table(facts: RunFacts) -> str:
     )
     table = f'<div class="wide"><table><tr>{head}</tr>\n{cells}</table></div>'
     return f"<section><h2>Checkpoints</h2>\n{table}{more}</section>"
-
-
-def _created_cell(one: Listed) -> str:
-    return one.record.created if one.record else "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,9 +351,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
     """
     times, unread = read_events(events)
     with tiers_quiet(), open_run(url) as backend:
-        silent = dict[str, str]()
-        listed = list_tiers(backend.tiers, silent) if backend.tiers else list_run(backend)
-        places = [t.backend for t in backend.tiers if t.name not in silent] or [backend]
+        listed, places, silent = list_places(backend)
         listed = with_details(listed, backend, places)
         number = Catalog(backend).require_latest() if step is None else step
         contents = Checkpoint.open(backend, number).contents
