@@ -6,8 +6,10 @@ import logging
 import secrets
 import threading
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -37,7 +39,7 @@ from penstock.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from penstock.core.types import BlobInfo, ReadRequest
@@ -107,8 +109,10 @@ class HostsBackend(HostRoots):
             msg = f"{root.url} cannot hold copies of other hosts: path must be a folder"
             raise ConfigError(msg)
         super().__init__(root)
-        self._config = config
-        self._roots: tuple[HostRoot, ...] = (HostRoot("", 0, root),)
+        self.copies = config.copies
+        self.domain = config.domain
+        self.copy_bytes_per_s = config.copy_bytes_per_s
+        self.roots = (HostRoot("", 0, root),)
         self._newest = 0
         self._may_begin = self._joined = self._has_all = self._follows = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the lines above
@@ -137,49 +141,24 @@ class HostsBackend(HostRoots):
         url = self.inner.url
         return f"hosts({url})" if "file://" not in url else url.replace("file://", "hosts://", 1)
 
-    @property
-    def own(self) -> Backend:
-        """The root of this host."""
-        return self.inner
-
-    @property
-    def roots(self) -> tuple[HostRoot, ...]:
-        """See `HostRoots.roots`."""
-        return self._roots
-
-    @property
-    def copies(self) -> int:
-        """See `HostRoots.copies`."""
-        return self._config.copies
-
-    @property
-    def domain(self) -> str:
-        """See `HostRoots.domain`."""
-        return self._config.domain
-
-    @property
-    def copy_bytes_per_s(self) -> float | None:
-        """See `HostRoots.copy_bytes_per_s`."""
-        return self._config.copy_bytes_per_s
-
     def absent(self) -> tuple[str, ...]:
         """See `HostRoots.absent`."""
-        newest = max(self._roots, key=lambda root: root.epoch)
+        newest = max(self.roots, key=lambda root: root.epoch)
         record = read_host(newest.backend)
         if record is None:
             return ()
-        absent = Counter(record.hosts)
-        for root in self._roots:
+        here: Counter[str] = Counter()
+        for root in self.roots:
             # A host may have another name in each job, as pods do, or the name of another host.
             there = read_host(root.backend) if root.epoch == newest.epoch else None
-            absent.subtract([root.host if there is None else there.host])
-        return tuple(sorted(name for name, count in absent.items() if count > 0))
+            here[root.host if there is None else there.host] += 1
+        return tuple(sorted(Counter(record.hosts) - here))
 
     def join(self, own: HostRoot, others: Sequence[HostRoot], /, *, leads: bool) -> None:
         """See `HostRoots.join`."""
         with self._lock:
-            self._roots = (own, *others)
-            self._newest = max(root.epoch for root in self._roots)
+            self.roots = (own, *others)
+            self._newest = max(root.epoch for root in self.roots)
             self._may_begin, self._follows = leads, not leads
             self._joined, self._has_all = True, False
 
@@ -189,7 +168,7 @@ class HostsBackend(HostRoots):
         try:
             self.inner.read([request for request in requests if request.name not in elsewhere])
         except (BlobNotFoundError, BlobTruncatedError):  # a copy may be shorter
-            if len(self._roots) == 1:
+            if len(self.roots) == 1:
                 raise
             rest = requests
         else:
@@ -198,7 +177,7 @@ class HostsBackend(HostRoots):
         for request in rest:
             by_name[request.name].append(request)
         for name, some in by_name.items():
-            self._first(name, partial(_read, some))
+            self._first(name, methodcaller("read", some))
 
     def submit_read(self, requests: Sequence[ReadRequest], /) -> Future[None]:
         """Read with `submit_read` of this host's root; if that root lacks bytes, with `read`."""
@@ -225,7 +204,7 @@ class HostsBackend(HostRoots):
         if self._has_all and prefix.startswith(_COMMITS):
             return self.inner.list(prefix)
         infos: dict[str, BlobInfo] = {}
-        for root, listed in self._at_all(lambda root: root.list(prefix)):
+        for root, listed in self._at_all(lambda root: root.list(prefix)).items():
             for info in listed:
                 if info.name != HOST_NAME and self._counts(root, info.name):
                     # The largest: a truncated file must not hide the good copy of another host.
@@ -243,17 +222,14 @@ class HostsBackend(HostRoots):
         with newer checkpoints would lose them. It fails if a host does not answer.
         """
         if name.startswith("notes/"):
-            counting = [root for root in self._roots if self._counts(root, name)]
+            counting = [root for root in self.roots if self._counts(root, name)]
             self._at_all(lambda root: root.publish(name, data), counting)
             return
         self._begin_epoch()
-        others = self._roots[1:]
+        others = self.roots[1:]
         if exclusive and others:
-            try:
+            with suppress(BlobNotFoundError):
                 url = self._first(name, lambda root: (root.stat(name), root.url))[1]
-            except BlobNotFoundError:
-                pass
-            else:
                 msg = f"{name} already exists on {url}"
                 raise BlobExistsError(msg)
         self.inner.publish(name, data, exclusive=exclusive)
@@ -273,7 +249,7 @@ class HostsBackend(HostRoots):
         self._check_all_joined()
         self._begin_epoch()
         with self._deleting:
-            self._at_all(lambda root: root.delete(names), self._roots[1:])
+            self._at_all(lambda root: root.delete(names), self.roots[1:])
             self.inner.delete(names)  # last: what another host still has must be listed
         for name in names:
             self._known.pop(name, None)
@@ -298,7 +274,7 @@ class HostsBackend(HostRoots):
 
     def close(self) -> None:
         """Close the connections to the other hosts, then this host's root."""
-        for root in self._roots[1:]:
+        for root in self.roots[1:]:
             root.backend.close()
         super().close()
 
@@ -319,55 +295,40 @@ class HostsBackend(HostRoots):
             StorageError: A host does not answer, and no other root has it.
         """
         known = self._known.get(name)
-        roots = [root for root in self._roots if root is not known and self._counts(root, name)]
-        failure: StorageError | None = None
-        for root in (*([] if known is None else [known]), *roots):
+        roots = [root for root in self.roots if self._counts(root, name)]
+        failures: list[StorageError] = []
+        for root in sorted(roots, key=lambda root: root is not known):
             try:
                 found = call(root.backend)
-            except BlobNotFoundError as error:
-                failure = failure or error
             except StorageError as error:
-                failure = error if isinstance(failure, BlobNotFoundError | None) else failure
+                failures.append(error)
             else:
-                self._note(name, root)
+                if root is not self.roots[0]:
+                    if len(self._known) >= _MOST_KNOWN:
+                        self._known.clear()
+                    self._known[name] = root
                 return found
-        if failure is None:
-            msg = f"{name} does not exist on {self.url}"
-            raise BlobNotFoundError(msg)
-        raise failure
-
-    def _note(self, name: str, root: HostRoot) -> None:
-        if root is not self._roots[0]:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[name] = root
+        raise min(failures, key=lambda error: isinstance(error, BlobNotFoundError))
 
     def _at_all(
         self, call: Callable[[Backend], T], roots: Sequence[HostRoot] | None = None
-    ) -> Iterator[tuple[HostRoot, T]]:
+    ) -> dict[HostRoot, T]:
         """Return the result of `call` for each root; default: all roots.
 
         Raises:
             StorageError: A root failed; the call was made on all of them.
         """
         results: dict[HostRoot, T] = {}
-        for root, outcome in self._called(self._roots if roots is None else roots, call):
+        for root, outcome in self._called(self.roots if roots is None else roots, call):
             if isinstance(outcome, BaseException):
                 raise outcome
             results[root] = outcome
-        return iter(results.items())
+        return results
 
     def _called(
         self, roots: Sequence[HostRoot], call: Callable[[Backend], T]
-    ) -> Iterator[tuple[HostRoot, T | BaseException]]:
-        """Call `call` on all roots in parallel; yield each root with its result or error."""
-        if len(roots) <= 1:  # needs no thread
-            for root in roots:
-                try:
-                    yield root, call(root.backend)
-                except StorageError as error:
-                    yield root, error
-            return
+    ) -> Iterable[tuple[HostRoot, T | BaseException]]:
+        """Call `call` on all roots in parallel; return each root with its result or error."""
         deadline = Deadline(current_timing().stuck_s)
         outcomes = call_all_with_deadline(
             "hosts",
@@ -375,7 +336,7 @@ class HostsBackend(HostRoots):
             deadline,
             lambda: StorageTimeoutError(f"a host did not answer for {deadline.limit_s:g} s"),
         )
-        yield from zip(roots, outcomes, strict=True)
+        return zip(roots, outcomes, strict=True)
 
     def _begin_epoch(self) -> None:
         """Begin the epoch of this job on all hosts, once, before its first change.
@@ -395,23 +356,20 @@ class HostsBackend(HostRoots):
             self._check_apart()
             records: dict[str, bytes] = {}
             for info in (info for prefix in _RECORDS for info in self.list(prefix)):
-                try:
-                    data = self.read_record(info.name, limit_bytes=info.size_bytes)
-                except BlobNotFoundError:
-                    continue  # not a file
-                records[info.name] = data
+                with suppress(BlobNotFoundError):  # not a file
+                    records[info.name] = self.read_record(info.name, limit_bytes=info.size_bytes)
             # The time in ms orders jobs that have no host in common.
             epoch = max(int(1000 * current_timing().clock.wall_s()), self._newest + 1)
-            hosts = tuple(root.host for root in self._roots)
-            newest = max(self._roots, key=lambda root: root.epoch)
+            hosts = tuple(root.host for root in self.roots)
+            newest = max(self.roots, key=lambda root: root.epoch)
             run = newest.run or secrets.token_hex(16)
-            there = {root: self._records_of(root) for root in self._roots}
-            for root in self._roots:
+            there = {root: self._records_of(root) for root in self.roots}
+            for root in self.roots:
                 self._give(root, records, there[root])
-            for root in self._roots:
+            for root in self.roots:
                 record = HostRecord(root.host, epoch, hosts, run)
                 root.backend.publish(HOST_NAME, encode_host(record))
-            self._roots = tuple(root._replace(epoch=epoch, run=run) for root in self._roots)
+            self.roots = tuple(root._replace(epoch=epoch, run=run) for root in self.roots)
             self._known = {}
             self._newest = epoch
             self._may_begin = False
@@ -420,18 +378,17 @@ class HostsBackend(HostRoots):
 
     def _check_apart(self) -> None:
         """Refuse roots that are one place, where each file would count as a copy of itself."""
-        if len(self._roots) == 1:
+        if len(self.roots) == 1:
             return
         probe = f"clock/{secrets.token_hex(8)}-"
-        names = [f"{probe}{number}" for number in range(len(self._roots))]
+        names = [f"{probe}{number}" for number in range(len(self.roots))]
         left = iter(names)
         try:
             self._at_all(lambda root: root.publish(next(left), b""))
-            listed = dict(self._at_all(lambda root: root.list(probe)))
+            listed = self._at_all(lambda root: root.list(probe))
         finally:
-            for _ in self._called(self._roots, lambda root: root.delete(names)):
-                pass
-        if shared := [root.host for root in self._roots if len(listed[root]) > 1]:
+            self._called(self.roots, lambda root: root.delete(names))
+        if shared := [root.host for root in self.roots if len(listed[root]) > 1]:
             msg = (
                 f"the hosts {', '.join(shared)} share a root with another host, such as a "
                 "folder that they all see: give each host a place of its own"
@@ -453,7 +410,7 @@ class HostsBackend(HostRoots):
             # Else a crash leaves records that look like records from before the root was used with
             # hosts. Without run and epoch: after a crash, a job on this host alone lacks records,
             # and must not become the last job of the run, which deletes them on the other hosts.
-            last = read_host(max(self._roots, key=lambda root: root.epoch).backend)
+            last = read_host(max(self.roots, key=lambda root: root.epoch).backend)
             assert last is not None
             record = replace(last, host=root.host, epoch=0, run="")
             root.backend.publish(HOST_NAME, encode_host(record))
@@ -467,7 +424,3 @@ class HostsBackend(HostRoots):
                 len(old),
             )
             root.backend.delete(sorted(old))
-
-
-def _read(requests: Sequence[ReadRequest], root: Backend) -> None:
-    root.read(requests)

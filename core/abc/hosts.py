@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.abc.delegating import DelegatingBackend
@@ -59,17 +59,24 @@ class HostRoots(DelegatingBackend, ABC):
     """A backend that writes to the root of this host, and reads the roots of all hosts.
 
     Until `join`, the root of this host is the only one.
+
+    Attributes:
+        roots: The roots of all hosts of the job; that of this host is first.
+        copies: The number of other hosts that must hold a copy of each file.
+        domain: The fault domain of this host; empty: the host itself.
+        copy_bytes_per_s: Maximum bytes per second that this host copies from others; None sets no
+            limit.
     """
 
-    @property
-    @abstractmethod
-    def own(self) -> Backend:
-        """The root of this host."""
+    roots: tuple[HostRoot, ...]
+    copies: int
+    domain: str
+    copy_bytes_per_s: float | None
 
     @property
-    @abstractmethod
-    def roots(self) -> Sequence[HostRoot]:
-        """The roots of all hosts of the job; that of this host is first."""
+    def own(self) -> Backend:
+        """The root of this host."""
+        return self.inner
 
     def check_may_delete(self) -> None:
         """Raise if a deletion would be refused; a caller that deletes in several places asks first.
@@ -77,21 +84,6 @@ class HostRoots(DelegatingBackend, ABC):
         Raises:
             StorageError: Other hosts of the last job have not joined, or this is not rank 0.
         """
-
-    @property
-    def copies(self) -> int:
-        """The number of other hosts that must hold a copy of each file."""
-        return 0
-
-    @property
-    def domain(self) -> str:
-        """The fault domain of this host; empty: the host itself."""
-        return ""
-
-    @property
-    def copy_bytes_per_s(self) -> float | None:
-        """Maximum bytes per second that this host copies from others; None sets no limit."""
-        return None
 
     @abstractmethod
     def absent(self) -> tuple[str, ...]:
@@ -206,13 +198,7 @@ class HostRecord:
 
 def encode_host(record: HostRecord, /) -> bytes:
     """Return the bytes of the record of a host's root."""
-    body = {
-        "penstock": _VERSION,
-        "host": record.host,
-        "epoch": record.epoch,
-        "hosts": list(record.hosts),
-        "run": record.run,
-    }
+    body = {"penstock": _VERSION, **asdict(record)}
     return json.dumps(body, indent=1).encode() + b"\n"
 
 

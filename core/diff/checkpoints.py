@@ -515,7 +515,7 @@ class NormSum:
     def add(self, a: memoryview, b: memoryview) -> None:
         """Add a range of both tensors, the same on both sides and in whole elements."""
         self._elements += a.nbytes // self._itemsize
-        x, y = _numbers(a, self._dtype), _numbers(b, self._dtype)
+        x, y = numbers_of(a, self._dtype), numbers_of(b, self._dtype)
         if x is None or y is None:
             self._opaque = True
             return
@@ -576,7 +576,7 @@ class NormSum:
         self._reference += float(np.square(reference).sum())
 
 
-def _numbers(data: memoryview, dtype: str) -> Numbers | None:
+def numbers_of(data: memoryview, dtype: str) -> Numbers | None:
     """Return the elements as a numpy array; None if they are not numbers, such as dates or text."""
     if dtype == "bfloat16":  # numpy lacks it, but its bits are the upper half of a float32
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -58,6 +58,9 @@ class _Posted(NamedTuple):
     address: str
     port: int
 
+    def root(self, backend: Backend, rank: int) -> HostRoot:
+        return HostRoot(self.host, self.epoch, backend, self.domain, run=self.run, rank=rank)
+
 
 class RootsOfJob:
     """This rank's roots, joined with those of the job's other hosts."""
@@ -142,10 +145,9 @@ class RootsOfJob:
     def _join_ranks(self, group: RankGroup) -> None:
         rank, board = group.place.rank, group.coordination
         secret = hashlib.blake2b(group.uid(-1).encode(), person=b"roots").digest()
-        servers: dict[int, RootServer] = {}
         try:
             try:
-                posted = {n: self._serve(n, group, secret, servers) for n in self._places}
+                posted = {n: self._serve(n, group, secret) for n in self._places}
             except PenstockError as error:
                 failure = json.dumps({"error": said(error), "rank": rank}).encode()
                 board.post(_key(rank), failure)
@@ -155,21 +157,19 @@ class RootsOfJob:
             board.post(_key(rank), json.dumps(posted).encode())
             serving = self._serving(group)
             others = self._read(group, {r for ranks in serving.values() for r in ranks})
-            _check_copies(posted, rank, others)
-            _check_run(others)
+            _check(rank, posted, others)
         except BaseException:
-            for server in servers.values():
-                server.close()
+            while self._servers:
+                self._servers.popitem()[1].close()
             raise
         patience_s = group.timeout_s * _PATIENCE
         for number, place in self._places.items():
             mine = posted[number]
             leaders = serving.get(number, [])  # empty if rank 0 has no root in this place
             if rank in leaders:
-                servers[number].start(patience_s)
-                self._servers[number] = servers[number]
+                self._servers[number].start(patience_s)
             else:
-                servers[number].close()
+                self._servers.pop(number).close()
             peers, leader = [], rank
             for other in leaders:
                 there = others[other][number]
@@ -183,46 +183,33 @@ class RootsOfJob:
                         patience_s=patience_s,
                         timing=group.timing,
                     )
-                    domain = there.domain or there.host
-                    peer = HostRoot(there.host, there.epoch, remote, domain, remote.order)
-                    peers.append(peer._replace(run=there.run, rank=other))
-            domain = mine.domain or mine.host
-            own = HostRoot(mine.host, mine.epoch, place.own, domain, run=mine.run, rank=leader)
-            place.join(own, peers, leads=not rank)
+                    peers.append(there.root(remote, other)._replace(ask=remote.order))
+            place.join(mine.root(place.own, leader), peers, leads=not rank)
         self._group = group
 
-    def _serve(
-        self, number: int, group: RankGroup, secret: bytes, servers: dict[int, RootServer]
-    ) -> _Posted:
+    def _serve(self, number: int, group: RankGroup, secret: bytes) -> _Posted:
         """Listen for other hosts, and return this rank's report of its root."""
-        place, own = group.place, self._places[number].own
-        server_number = _server_number(number, place.rank)
-
-        def credentials(client: int) -> Credentials | None:
-            return Credentials.of(secret, server_number, client) if client >= 0 else None
-
+        place, root = group.place, self._places[number]
         try:
-            address = own_address(group.coordination.host, self._network)
-            server = RootServer(
-                own,
-                address,
-                credentials=credentials,
+            server = self._servers[number] = RootServer(
+                root.own,
+                own_address(group.coordination.host, self._network),
+                credentials=partial(Credentials.of, secret, _server_number(number, place.rank)),
                 order=partial(self._order, number),
                 timing=group.timing,
             )
         except (OSError, ValueError) as error:
-            msg = f"cannot serve {own.url} to other hosts: {said(error)}"
+            msg = f"cannot serve {root.own.url} to other hosts: {said(error)}"
             raise StorageError(msg) from error
-        servers[number] = server
-        identity = _identity(host_identity(place.host, place.rank), own.url)
-        domain, copies = self._places[number].domain, self._places[number].copies
-        record, tier = _record(own), None
+        identity = _identity(host_identity(place.host, place.rank), root.own.url)
+        domain, copies = root.domain or place.host, root.copies
+        record, tier = _record(root.own), None
         with suppress(FormatError):  # tiers replace a damaged record
-            tier = read_root(own)
+            tier = read_root(root.own)
         tiers = "" if tier is None else tier.run
-        return _Posted(
-            identity, place.host, record.epoch, domain, copies, record.run, tiers, *server.address
-        )
+        host, port, *_ = server.server_address
+        at = str(host), port
+        return _Posted(identity, place.host, record.epoch, domain, copies, record.run, tiers, *at)
 
     def _serving(self, group: RankGroup) -> dict[int, list[int]]:
         """Return the ranks that serve roots, by the tier's number: the first rank of each root.
@@ -277,34 +264,32 @@ class RootsOfJob:
         return found
 
 
-def _check_copies(
-    mine: Mapping[int, _Posted], rank: int, others: Mapping[int, Mapping[int, _Posted]]
+def _check(
+    rank: int, mine: Mapping[int, _Posted], others: Mapping[int, Mapping[int, _Posted]]
 ) -> None:
-    """Raise if another rank has another number of copies: rank 0 would ask in vain for more."""
-    for other, theirs in others.items():
-        for number in mine.keys() & theirs.keys():
-            here, there = mine[number].copies, theirs[number].copies
-            if here != there:
+    """Raise if hosts have roots of different runs, or another number of copies than this rank.
+
+    The newest run would replace the others. Rank 0 would ask in vain for more copies.
+    """
+    first: dict[int, _Posted] = {}
+    for other, posted in others.items():
+        for number, there in posted.items():
+            copies = mine[number].copies if number in mine else there.copies
+            if copies != there.copies:
                 msg = (
-                    f"copies is {here} on rank {rank}, but {there} on rank {other}: give all ranks "
-                    "the same configuration"
+                    f"copies is {copies} on rank {rank}, but {there.copies} on rank {other}: give "
+                    "all ranks the same configuration"
                 )
                 raise ConfigError(msg)
-
-
-def _check_run(roots: Mapping[int, Mapping[int, _Posted]]) -> None:
-    """Raise if hosts have roots of different runs: the newest one would replace the others."""
-    first: dict[int, _Posted] = {}
-    for number, there in (item for posted in roots.values() for item in posted.items()):
-        known = first.setdefault(number, there) if there.epoch else there
-        same_tiers = known.tiers and known.tiers == there.tiers
-        if known.run != there.run and not same_tiers:
-            msg = (
-                f"the roots of the hosts {known.host} and {there.host} belong to different runs. "
-                "Nothing was changed. Give each run its own path, or move the root that another "
-                "run has left away"
-            )
-            raise ConfigError(msg)
+            known = first.setdefault(number, there) if there.epoch else there
+            same_tiers = known.tiers and known.tiers == there.tiers
+            if known.run != there.run and not same_tiers:
+                msg = (
+                    f"the roots of the hosts {known.host} and {there.host} belong to different "
+                    "runs. Nothing was changed. Give each run its own path, or move the root that "
+                    "another run has left away"
+                )
+                raise ConfigError(msg)
 
 
 def _decoded(rank: int, value: bytes) -> Mapping[int, _Posted]:
@@ -338,10 +323,9 @@ def _identity(host: str, url: str) -> str:
 
     It includes the mount namespace: containers on one host may see different files under one path.
     """
-    try:
+    files = ""
+    with suppress(OSError):
         files = os.readlink("/proc/self/ns/mnt")  # noqa: PTH115 - not a path
-    except OSError:
-        files = ""
     return hashlib.blake2b(f"{host}\0{files}\0{url}".encode(), digest_size=12).hexdigest()
 
 

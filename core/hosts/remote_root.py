@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from penstock.core.abc import Backend, BlobWriter, check_blob_name
@@ -30,7 +29,7 @@ _RANGE_BYTES = 4 << 20  # the most bytes of one request; the server buffers one 
 _DELETED_AT_ONCE = 1000
 
 
-class RootServer:
+class RootServer(BlobServer):
     """Serves a root to ranks on other hosts, which read, list, publish and delete in it."""
 
     def __init__(
@@ -51,33 +50,23 @@ class RootServer:
         """
         self._root = root
         self._order = order
-        self._timing = timing
-        self._server = BlobServer(
+        self._interrupt_s = timing.interrupt_s
+        super().__init__(
             address,
             credentials=credentials,
-            lend=self._lend,
+            lend=self._read,
             left=lambda _: None,
-            answer=self._answer,
+            answer=self._execute,
             timing=timing,
         )
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """The address and the port of this server."""
-        host, port, *_ = self._server.server_address
-        return str(host), int(port)
-
-    def start(self, patience_s: float) -> None:
-        """Serve on threads; a new connection has `patience_s` to prove its identity."""
-        self._server.start(patience_s)
-
     def close(self) -> None:
         """Close all connections; wait, at most `interrupt_s`, until no thread uses the root."""
-        self._server.close()
-        self._server.join(Deadline(self._timing.interrupt_s))
+        super().close()
+        self.join(Deadline(self._interrupt_s))
 
     @contextmanager
-    def _lend(self, client: int, place: BlobRange) -> Iterator[memoryview | None]:
+    def _read(self, client: int, place: BlobRange) -> Iterator[memoryview | None]:
         del client
         if place.length > _RANGE_BYTES:
             msg = f"a request for {place.length} bytes is too long"
@@ -86,7 +75,7 @@ class RootServer:
         self._root.read([ReadRequest(place.blob, place.offset, data)])
         yield data
 
-    def _answer(self, path: str, body: bytes) -> bytes:
+    def _execute(self, path: str, body: bytes) -> bytes:
         operation, _, name = path.partition("/")
         root = self._root
         match operation:
@@ -99,7 +88,7 @@ class RootServer:
             case "delete":
                 root.delete(body.decode(errors="replace").split("\n"))
             case "sweep":
-                root.sweep(_number(body))
+                root.sweep(float(body))
             case "order":
                 return self._order(name, body)
             case _:
@@ -180,33 +169,32 @@ class RemoteRoot(Backend):
             msg = f"cannot publish {name} exclusively on {self.url}"
             raise StorageError(msg)
         check_blob_name(name)
-        self._call(lambda client: client.call(f"publish/{name}", bytes(data)))
+        self._ask(f"publish/{name}", bytes(data))
 
     def list(self, prefix: str, /) -> Sequence[BlobInfo]:
         """See `Backend.list`."""
         check_blob_name(prefix, prefix=True)
-        return _decoded(self._call(lambda client: client.call(f"list/{prefix}")), self.url)
+        return _decoded(self._ask(f"list/{prefix}"), self.url)
 
     def stat(self, name: str, /) -> BlobInfo:
         """See `Backend.stat`."""
         check_blob_name(name)
-        return _decoded(self._call(lambda client: client.call(f"stat/{name}")), self.url)[0]
+        return _decoded(self._ask(f"stat/{name}"), self.url)[0]
 
     def delete(self, names: Sequence[str], /) -> None:
         """See `Backend.delete`."""
         for name in names:
             check_blob_name(name)
         for at in range(0, len(names), _DELETED_AT_ONCE):
-            body = "\n".join(names[at : at + _DELETED_AT_ONCE]).encode()
-            self._call(partial(_ask, "delete", body))
+            self._ask("delete", "\n".join(names[at : at + _DELETED_AT_ONCE]).encode())
 
     def sweep(self, before_s: float, /) -> None:
         """See `Backend.sweep`."""
-        self._call(lambda client: client.call("sweep", repr(before_s).encode()))
+        self._ask("sweep", repr(before_s).encode())
 
     def order(self, kind: str, body: bytes) -> bytes:
         """Send an order to the host, and return its answer; see `RootServer`."""
-        return self._call(lambda client: client.call(f"order/{kind}", body))
+        return self._ask(f"order/{kind}", body)
 
     def close(self) -> None:
         """Close the connection; a call in flight fails."""
@@ -217,6 +205,9 @@ class RemoteRoot(Backend):
         with self._lock:
             self._drop()
         super().close()
+
+    def _ask(self, operation: str, body: bytes = b"") -> bytes:
+        return self._call(lambda client: client.call(operation, body))
 
     def _call(self, use: Callable[[BlobClient], T]) -> T:
         with self._lock:
@@ -230,7 +221,13 @@ class RemoteRoot(Backend):
     def _attempt(self, use: Callable[[BlobClient], T], *, is_old: bool) -> T:
         try:
             if self._client is None:
-                self._client = self._connected()
+                self._client = BlobClient(
+                    self._address,
+                    *next(self._clients),
+                    connect_s=self._patience_s,
+                    silent_s=self._patience_s,
+                )
+                self._client.connect()
             return use(self._client)
         except OSError as error:  # out of descriptors
             raise self._lost(said(error)) from error
@@ -243,20 +240,6 @@ class RemoteRoot(Backend):
                 return self._attempt(use, is_old=False)
             raise self._lost(str(error)) from error
 
-    def _connected(self) -> BlobClient:
-        client = BlobClient(
-            self._address,
-            *next(self._clients),
-            connect_s=self._patience_s,
-            silent_s=self._patience_s,
-        )
-        try:
-            client.connect()
-        except BaseException:
-            client.dispose()
-            raise
-        return client
-
     def _lost(self, why: str) -> StorageError:
         self._drop()
         self._failure = f"{self.url} does not answer: {why}"
@@ -267,10 +250,6 @@ class RemoteRoot(Backend):
         client, self._client = self._client, None
         if client is not None:
             client.dispose()
-
-
-def _ask(operation: str, body: bytes, client: BlobClient) -> None:
-    client.call(operation, body)
 
 
 def _encoded(infos: Sequence[BlobInfo]) -> bytes:
@@ -294,11 +273,3 @@ def _decoded(data: bytes, url: str) -> list[BlobInfo]:
     for info in infos:
         check_blob_name(info.name)
     return infos
-
-
-def _number(body: bytes) -> float:
-    try:
-        return float(body)
-    except ValueError as error:
-        msg = "the time is not a number"
-        raise StorageError(msg) from error

@@ -225,14 +225,13 @@ class HostLogs:
                     failed = True
                     self._warn(f"host {root.host} does not copy the log of this rank: {error}")
             with self._changed:
-                if not is_under_way or self._changed.wait_for(self._has_news, look_s):
+                if not is_under_way or self._changed.wait_for(
+                    lambda: self._closed or not self._offered, look_s
+                ):
                     look_s = _FIRST_LOOK_S
                 else:
                     look_s = min(look_s * _GROWTH, _MOST_LOOK_S)
                     self._offered = False  # ask again
-
-    def _has_news(self) -> bool:
-        return self._closed or not self._offered
 
     def _copy(self) -> None:
         assert self._place is not None

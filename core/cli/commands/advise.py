@@ -15,7 +15,7 @@ import typer
 
 from penstock.core.catalog.survey import places_of
 from penstock.core.cli.app import AsGiven, Json, backend_of, command, is_configuration, time_of
-from penstock.core.cli.commands.ls import created_s, list_run, list_tiers
+from penstock.core.cli.commands.ls import created_s, list_places
 from penstock.core.cli.commands.report import SaveTimes, commit_seconds, read_events
 from penstock.core.cli.output.render import Column, print_json, print_line, print_table
 from penstock.core.cli.output.runs_on_disk import tiers_quiet
@@ -151,7 +151,7 @@ def _inputs(url: str, events: Sequence[str]) -> tuple[str, dict[str, Input]]:
     reported, _ = read_events(events)
     newest = list(reported.values())[-_NEWEST:]
     with tiers_quiet(), closing(open_backend(url, must_exist=True, light=True)) as backend:
-        listed = list_tiers(backend.tiers, {}) if backend.tiers else list_run(backend)
+        listed, *_ = list_places(backend)
         records = [one.record for one in listed if one.record is not None]
         found = _of_events(newest)
         if "duration_s" not in found:

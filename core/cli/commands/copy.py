@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.core.abc import Tier
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.catalog.survey import is_whole
@@ -335,10 +336,7 @@ class _Copier:
             done += size_bytes
             bar(Progress(done, max(done, total), "copy"))
 
-        try:
-            report = self._copy_from(self.source, record, moved)
-        except DamagedError as error:
-            report = self._copy_from_another(stored, record, moved, error)
+        report = self._copy_from_any_tier(stored, record, moved)
         return Copied(
             step=report.step,
             state="there" if report.already_there else "copied",
@@ -352,39 +350,34 @@ class _Copier:
             seconds=report.seconds,
         )
 
-    def _copy_from(
-        self, source: Backend, record: CommitRecord, moved: Callable[[int], None]
+    def _copy_from_any_tier(
+        self, stored: CommitRecord, record: CommitRecord, moved: Callable[[int], None]
     ) -> CopyReport:
-        copy = CheckpointCopy(
-            source,
-            self.target,
-            record,
-            workers=self.workers,
-            grace_s=GRACE_S,
-            bytes_per_s=self.bytes_per_s,
-            trust_sealed=self.trust_sealed,
-            replace=self.overwrite,
-            check_cover=True,
-        )
-        return copy.run(on_progress=moved)
-
-    def _copy_from_another(
-        self,
-        stored: CommitRecord,
-        record: CommitRecord,
-        moved: Callable[[int], None],
-        error: DamagedError,
-    ) -> CopyReport:
-        """Copy from a slower tier, since the copy in the fastest tier is damaged (`error`)."""
-        for tier in self.source.tiers[1:]:
-            if is_whole(tier.backend, stored):
-                warn(str(error))
+        """Copy from the run; if the copy in a tier is damaged, from a slower tier."""
+        damage: DamagedError | None = None
+        for tier in (Tier("", self.source), *self.source.tiers[1:]):
+            if damage is not None:
+                if not is_whole(tier.backend, stored):
+                    continue
+                warn(str(damage))
                 warn(f"copying from tier {tier.name} instead")
-                try:
-                    return self._copy_from(tier.backend, record, moved)
-                except DamagedError as another:
-                    error = another
-        raise error
+            copy = CheckpointCopy(
+                tier.backend,
+                self.target,
+                record,
+                workers=self.workers,
+                grace_s=GRACE_S,
+                bytes_per_s=self.bytes_per_s,
+                trust_sealed=self.trust_sealed,
+                replace=self.overwrite,
+                check_cover=True,
+            )
+            try:
+                return copy.run(on_progress=moved)
+            except DamagedError as error:
+                damage = error
+        assert damage is not None
+        raise damage
 
     def _above(self, record: CommitRecord) -> CommitRecord:
         """Return `record`, with a generation above all those that the target has of its step."""

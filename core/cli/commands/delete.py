@@ -16,7 +16,7 @@ from penstock.core.catalog.survey import places_of, survey_records, survey_run, 
 from penstock.core.cli.app import AsGiven, DryRun, Json, Yes, ask, command, time_of
 from penstock.core.cli.commands.ls import free_by_compacting
 from penstock.core.cli.job import open_run
-from penstock.core.cli.output.render import print_json, print_line
+from penstock.core.cli.output.render import print_json, print_line, steps_text
 from penstock.core.errors import ConfigError, DamagedError, StorageError
 from penstock.core.format.records import data_prefix, parse_commit_name
 from penstock.core.plugins.registry import default_registry
@@ -103,7 +103,7 @@ def delete(
         if not (force or catalog.has_whole(left) or any(others_have)):
             msg = (
                 f"no whole checkpoint would be left under {backend.url} without "
-                f"{_named(chosen)}; pass --force to delete anyway"
+                f"{steps_text(chosen)}; pass --force to delete anyway"
             )
             raise ConfigError(msg)
         uids = [uid for one in doomed for uid in one.uids]
@@ -112,7 +112,7 @@ def delete(
         else:
             total = sum(one.size_bytes for one in doomed)
             ask(
-                f"Delete {_named(chosen)} ({size_text(total)}) of {backend.url}",
+                f"Delete {steps_text(chosen)} ({size_text(total)}) of {backend.url}",
                 yes=yes,
             )
             uids += _lent(backend, chosen)
@@ -208,11 +208,6 @@ def _lent(backend: Backend, chosen: Collection[int]) -> list[str]:
     return [uid for record in records if record.step in chosen for uid in record.references]
 
 
-def _named(steps: Sequence[int]) -> str:
-    listed = ", ".join(map(str, steps))
-    return f"step {listed}" if len(steps) == 1 else f"steps {listed}"
-
-
 def _borrowers(backend: Backend, uids: Collection[str], chosen: Collection[int]) -> list[int]:
     """Return the other steps that borrow blobs of these saves, ascending."""
     records = survey_records(backend).records.values()
@@ -237,7 +232,7 @@ def _print_kept(
     if borrowers:
         need = "needs" if len(borrowers) == 1 else "need"
         print_line(
-            f"{_named(borrowers)} {need} the data that stays; {free_by_compacting(url)}",
+            f"{steps_text(borrowers)} {need} the data that stays; {free_by_compacting(url)}",
             style="yellow",
         )
     elif sum(one.size_bytes for one in doomed) > freed or any(

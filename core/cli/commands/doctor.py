@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import re
@@ -24,13 +23,7 @@ from penstock.core.cli.bench.raw import measure
 from penstock.core.cli.bench.scratch import without_traces
 from penstock.core.cli.job import answers, open_run
 from penstock.core.cli.output.render import age_text, print_json, print_line, steps_text
-from penstock.core.cli.output.runs_on_disk import (
-    OPENING,
-    local_root,
-    named_root,
-    quiet,
-    tiers_quiet,
-)
+from penstock.core.cli.output.runs_on_disk import local_root, named_root, tiers_quiet
 from penstock.core.cli.output.shares import hosts_seen, spreads_of
 from penstock.core.config.plugin_choice import BackendConfig, scheme_of, shown_url
 from penstock.core.errors import (
@@ -145,8 +138,6 @@ def doctor(
     checks: list[Check] = []
     given: object = backend_of(url)  # a table, if the configuration file has one
     shown = shown_url(given) if isinstance(given, str) else "the backend of the configuration"
-    # A check reports, with advice, that io_uring is not used.
-    no_warning = quiet(OPENING, logging.ERROR)
 
     def at_each_host(backend: Backend) -> list[dict[str, Any]]:
         uring = _uring()
@@ -157,7 +148,7 @@ def doctor(
 
     opening = open_run(url, light=False, must_exist=False, at_each_host=at_each_host)
     try:
-        with no_warning, tiers_quiet(), opening as backend:
+        with tiers_quiet(), opening as backend:
             shown = backend.url
             (_, _, here), *others = answers() or [("", 0, at_each_host(backend))]
             checks = [Check(**check) for check in here]

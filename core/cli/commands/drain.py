@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -15,7 +15,7 @@ import typer
 from penstock.core.catalog.prune import GRACE_S
 from penstock.core.cli.app import Json, Url, command, errors, time_of
 from penstock.core.cli.output.render import print_json, print_line
-from penstock.core.cli.output.runs_on_disk import tiers_quiet
+from penstock.core.cli.output.runs_on_disk import quiet, tiers_quiet
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.concurrency.workers import Workers, default_workers
@@ -29,10 +29,9 @@ from penstock.core.tiers.whereabouts import in_the_way, pending
 from penstock.core.units import counted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.core.abc import Backend, Tier
-    from penstock.core.concurrency.timing import Timing
     from penstock.core.format.records import CommitRecord
     from penstock.core.tiers.link import DrainState
 
@@ -70,11 +69,6 @@ class DrainOutcome:
 class CommandDeadline(Deadline):
     """Limits the time of the command (`--timeout`), even if a store hangs."""
 
-    def __init__(self, timing: Timing, timeout_s: float | None) -> None:
-        """Start a limit of `timeout_s` seconds; None sets no limit."""
-        super().__init__(timeout_s, timing.clock)
-        self._timing = timing
-
     def ask(self, what: str, call: Callable[[], T], *, ending: bool = False) -> T:
         """Return the result of `call` if it ends before the deadline.
 
@@ -93,7 +87,7 @@ class CommandDeadline(Deadline):
             msg = f"{what} did not end within the {self.limit_s:g} s of --timeout"
             return StorageTimeoutError(msg)
 
-        timing = self._timing
+        timing = current_timing()
         extra_s = timing.command_end_s if ending else 0.0
         left = Deadline(max(0.0, self.limit_s + extra_s - self.taken_s()), timing.clock)
         return call_with_deadline("ask", call, left, late, timing=timing, patience_s=0.0)
@@ -121,7 +115,7 @@ def drain(
         'tiered://?fast=/nvme/run&durable=/lustre/run'
     """
     with tiers_quiet(), closing(Workers(default_workers())) as workers:
-        deadline = CommandDeadline(workers.timing, timeout)
+        deadline = CommandDeadline(timeout, workers.timing.clock)
         backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
         try:  # not `closing`: a tier that hangs would hang the command in its `close`
             if not backend.tiers:
@@ -159,7 +153,10 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
     drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S)
     found, stuck = 0, False
     away = {backend.tiers[-1].name: "there was no time to compare it with the other tiers"}
-    with _quiet_copies():
+    with ExitStack() as stack:
+        if not errors.debug:  # the command prints the same at the end
+            stack.enter_context(quiet("penstock", logging.CRITICAL))
+            stack.enter_context(quiet(left_log.name, logging.WARNING))  # what is never copied
         try:
             with suppress(StorageTimeoutError):
                 found = deadline.ask("looking for pending copies", drains.resume)
@@ -199,21 +196,6 @@ def _drain(backend: Backend, workers: Workers, deadline: CommandDeadline) -> Dra
         stuck=stuck,
         seconds=deadline.taken_s(),
     )
-
-
-@contextmanager
-def _quiet_copies() -> Iterator[None]:
-    """Silence the log of copies, because the command prints the same at the end."""
-    logger = logging.getLogger("penstock")
-    levels = {logger: logger.level, left_log: left_log.level}
-    if not errors.debug:
-        logger.setLevel(logging.CRITICAL)
-        left_log.setLevel(logging.WARNING)  # names checkpoints that are never copied
-    try:
-        yield
-    finally:
-        for one, level in levels.items():
-            one.setLevel(level)
 
 
 def _waiting(

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from penstock.core.abc import Backend, Tier
+    from penstock.core.abc import Backend
     from penstock.core.catalog.notes import Notes
     from penstock.core.format.records import CommitRecord
     from penstock.core.reporting.reports import LendingSave
@@ -144,23 +144,20 @@ def ls(
     """
     wanted = tuple(filter(None, metrics.split(",")))
     with tiers_quiet(), open_run(url) as backend:
-        tiered, silent = bool(backend.tiers), dict[str, str]()
-        listed = list_tiers(backend.tiers, silent) if tiered else list_run(backend)
-        answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
-        notes = NotesOfRun(answering if tiered else [backend])
+        tiered = bool(backend.tiers)
+        listed, places, silent = list_places(backend)
+        shown, seen = with_details(listed[-(last or 0) :], backend, places), hosts_seen(backend)
+        waiting, logs = _unrecorded(places, listed)
         shown = [
-            replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed[-last if last else 0 :]
+            replace(one, bytes_logged=logs.get(one.record.uid if one.record else "", 0))
+            for one in shown
         ]
-        waiting, logs = _unrecorded(answering if tiered else [backend], listed)
-        shown = [replace(one, bytes_logged=logs.get(_uid(one), 0)) for one in shown]
-        shown, seen = with_spreads(shown, backend), hosts_seen(backend)
         records = [one.record for one in listed if one.record is not None]
         kept = kept_for_borrowers(backend, records)
         check_metrics(wanted, [one.notes.metadata for one in shown if one.notes])
         newest = records[-1] if shown and shown[-1].record in records[-1:] else None
-        fastest = answering[0] if answering else backend  # it has the log
-        logged, log_error = (None, "") if newest is None else _logged(fastest, newest)
+        # The fastest place has the log.
+        logged, log_error = (None, "") if newest is None else _logged(places[0], newest)
         if as_json:
             found: dict[str, Any] = {"url": backend.url, "logged": logged and logged[-1]}
             found |= hosts_json(seen)
@@ -181,8 +178,7 @@ def ls(
             _print_unrecorded(waiting)
             _print_runs_near(named_root(backend))
             return
-    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
-    print_table([*_columns(shown, lenders, wanted, tiered=tiered)], shown)
+    print_table([*columns_of(shown, records, wanted, tiered=tiered)], shown)
     print_hosts(seen)
     for one in shown:
         if one.error:
@@ -248,28 +244,36 @@ def free_by_compacting(url: str) -> str:
     return f"`penstock compact {shlex.quote(url)} --dry-run` shows the run's size after compacting"
 
 
-def _columns(
+def columns_of(
     listed: Sequence[Listed],
-    lenders: Mapping[str, LendingSave],
-    wanted: Sequence[str],
+    records: Sequence[CommitRecord],
+    wanted: Sequence[str] = (),
     *,
     tiered: bool,
 ) -> Iterator[Column[Listed]]:
-    """Yield the columns for these checkpoints; columns on chains and tiers only if needed."""
+    """Yield the columns for these checkpoints; columns on chains and tiers only if needed.
+
+    Args:
+        listed: The checkpoints.
+        records: The readable commit records of the whole run.
+        wanted: The keys of metadata that get a column; empty: the usual metrics.
+        tiered: Whether the run is in tiers.
+    """
     now_s = time.time()
+    lenders = find_lenders(records, {r.base.uid for r in records if r.base is not None})
     noted = [one.notes for one in listed if one.notes]
     metrics = wanted or usual_metrics([notes.metadata for notes in noted])
     yield Column("STEP", lambda one: str(one.step), right=True)
-    yield _of_record("GEN", 1, lambda record: str(record.generation))
+    yield of_record("GEN", 1, lambda record: str(record.generation))
     if lenders:
-        yield _of_record("BASE", 8, partial(_base_cell, lenders))
-    yield _of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
-    yield _of_record("OBJECTS", 4, lambda record: str(record.objects))
-    yield _of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
-    yield _of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
+        yield of_record("BASE", 8, partial(_base_cell, lenders))
+    yield of_record("AGE", 7, lambda record: age_text(now_s - created_s(record)))
+    yield of_record("OBJECTS", 4, lambda record: str(record.objects))
+    yield of_record("RAW", 5, lambda record: size_text(record.bytes_raw))
+    yield of_record("STORED", 6, lambda record: size_text(record.bytes_stored))
     if lenders:  # the size of all blobs that a checkpoint needs, own and borrowed
-        yield _of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
-    yield _of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
+        yield of_record("NEEDS", 3, lambda record: size_text(record.bytes_needed))
+    yield of_record("RATIO", 2, lambda record: ratio_text(record.bytes_raw, record.bytes_stored))
     if any(one.bytes_logged for one in listed):
         yield Column("LOG", lambda one: size_text(one.bytes_logged), right=True, keep=5)
     yield Column("STATE", lambda one: state_cell(_state_of(one)))
@@ -287,7 +291,7 @@ def _columns(
         yield Column("METADATA", partial(_rest_text, metrics), keep=3, flexible=True)
 
 
-def _of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
+def of_record(title: str, keep: int, text: Callable[[CommitRecord], str | Cell]) -> Column[Listed]:
     """Return a column on commit records; its cell is `-` if the record is unreadable."""
     return Column(title, lambda one: text(one.record) if one.record else "-", right=True, keep=keep)
 
@@ -319,20 +323,14 @@ def _logged(backend: Backend, newest: CommitRecord) -> tuple[Sequence[int] | Non
     return None if last is None else [s for s in logs[0].steps if s <= last], ""
 
 
-def _uid(one: Listed) -> str:
-    return "" if one.record is None else one.record.uid
-
-
 def _print_unrecorded(waiting: dict[str, int]) -> None:
     if not waiting:
         return
-    steps = sorted(set(waiting.values()))
-    shown = ", ".join(map(str, steps[:_RUNS_SHOWN])) + (", ..." if steps[_RUNS_SHOWN:] else "")
+    lack = "lacks" if len(waiting) == 1 else "lack"
     print_line(
-        f"{len(waiting)} attempt{'' if len(waiting) == 1 else 's'} to save (step {shown}) lack"
-        f"{'s' if len(waiting) == 1 else ''} only the commit record: the save is under way, or it "
-        "broke off at its end, or the run was copied without its folder `commits`, whose files "
-        "must then be copied too",
+        f"{counted(len(waiting), 'attempt')} to save ({steps_text(sorted({*waiting.values()}))}) "
+        f"{lack} only the commit record: the save is under way, or it broke off at its end, or the "
+        "run was copied without its folder `commits`, whose files must then be copied too",
         style="yellow",
     )
 
@@ -376,33 +374,43 @@ def list_run(backend: Backend) -> list[Listed]:
     ]
 
 
-def with_spreads(listed: Sequence[Listed], backend: Backend) -> list[Listed]:
-    """Add which host holds which files, if the roots of several hosts are joined."""
+def with_details(
+    listed: Sequence[Listed], backend: Backend, places: Sequence[Backend]
+) -> list[Listed]:
+    """Add the notes in these places, and which host holds which files."""
+    notes = NotesOfRun(places)
     spreads = spreads_of(backend, [one.record for one in listed if one.record is not None])
-    return [replace(one, spread=spreads.get(_uid(one))) for one in listed]
+    return [
+        replace(one, notes=notes.read(one.record), spread=spreads.get(one.record.uid))
+        if one.record is not None
+        else one
+        for one in listed
+    ]
 
 
-def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
-    """Return every step of all tiers that answer, ascending.
+def list_places(backend: Backend) -> tuple[list[Listed], list[Backend], dict[str, str]]:
+    """List a run in all tiers that answer; a run without tiers is one place.
 
-    Args:
-        tiers: The tiers, fastest first.
-        silent: Receives, by name, the reason why a tier does not answer.
+    Returns:
+        Every step, ascending; the tiers that answer, the fastest first; and by name of each other
+        tier, why it does not answer.
 
     Raises:
         StorageError: No tier answers.
     """
+    if not backend.tiers:
+        return list_run(backend), [backend], {}
     found: dict[int, Listed] = {}
-    for tier in tiers:
+    places: list[Backend] = []
+    silent: dict[str, str] = {}
+    for tier in backend.tiers:
         try:
             listed = list_run(tier.backend)
             waiting = {record.uid for record in pending(tier.backend)}
         except StorageError as error:
             silent[tier.name] = str(error)
-            if len(silent) == len(tiers):
-                msg = f"no tier answers: {'; '.join(f'{n}: {why}' for n, why in silent.items())}"
-                raise StorageError(msg) from error
             continue
+        places.append(tier.backend)
         for one in listed:
             before = found.get(one.step)
             if one.record is None or one.incomplete:  # the next tier may have it whole
@@ -418,7 +426,10 @@ def list_tiers(tiers: Sequence[Tier], silent: dict[str, str]) -> list[Listed]:
             elif before.record.uid == one.record.uid:
                 marked = before.waiting or one.record.uid in waiting
                 found[one.step] = replace(before, tiers=(*before.tiers, tier.name), waiting=marked)
-    return [found[step] for step in sorted(found)]
+    if not places:
+        msg = f"no tier answers: {'; '.join(f'{name}: {why}' for name, why in silent.items())}"
+        raise StorageError(msg)
+    return [found[step] for step in sorted(found)], places, silent
 
 
 def _state_of(one: Listed) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from html import escape
 from itertools import count, pairwise, product
@@ -20,15 +20,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.core.catalog.catalog import Catalog
-from penstock.core.catalog.notes import NotesOfRun
-from penstock.core.catalog.survey import places_of, read_intent
+from penstock.core.catalog.survey import read_intent
 from penstock.core.cli.app import AsGiven, Json, Step, command
-from penstock.core.cli.commands.ls import Listed, created_s, list_run, list_tiers, with_spreads
+from penstock.core.cli.commands.ls import (
+    Listed,
+    columns_of,
+    created_s,
+    list_places,
+    of_record,
+    with_details,
+)
 from penstock.core.cli.commands.show import Shown, describe
 from penstock.core.cli.job import open_run
 from penstock.core.cli.output.figures import Sum, grown, total
 from penstock.core.cli.output.render import (
-    metadata_text,
+    Cell,
     print_json,
     print_line,
     ratio_text,
@@ -65,18 +71,6 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TICKS = 8
 _LEAST_PART = 1 / 1000  # of the whole: smaller boxes look like lines, and may be millions
 _ROWS = 500  # the newest checkpoints, in the table
-_TITLES = (
-    "step",
-    "created",
-    "state",
-    "raw",
-    "stored",
-    "ratio",
-    "base",
-    "tiers",
-    "tags",
-    "metadata",
-)
 
 # The policy keeps the page from loading anything, in case some text becomes markup.
 _PAGE = """<!doctype html>
@@ -274,33 +268,24 @@ def _about_hosts(facts: RunFacts) -> str:
 
 
 def _table(facts: RunFacts) -> str:
-    rows = [_row(one) for one in reversed(facts.listed[-_ROWS:])]
-    left_out = len(facts.listed) - len(rows)
+    listed = facts.listed[-_ROWS:]
+    columns = [
+        # A page is read later, so it shows no ages.
+        of_record("CREATED", 0, lambda record: record.created) if column.title == "AGE" else column
+        for column in columns_of(listed, facts.records, tiered=bool(facts.tiers))
+    ]
+    left_out = len(facts.listed) - len(listed)
     more = f"<p>and {counted(left_out, 'older one')}</p>" if left_out else ""
-    head = "".join(f"<th>{title}</th>" for title in _TITLES)
+    head = "".join(f"<th>{shown(column.title)}</th>" for column in columns)
+    rows = [[column.cell(one) for column in columns] for one in reversed(listed)]
     cells = "\n".join(
-        "<tr>" + "".join(f"<td>{shown(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f"<td>{shown(c.text if isinstance(c, Cell) else c)}</td>" for c in row)
+        + "</tr>"
+        for row in rows
     )
     table = f'<div class="wide"><table><tr>{head}</tr>\n{cells}</table></div>'
     return f"<section><h2>Checkpoints</h2>\n{table}{more}</section>"
-
-
-def _row(one: Listed) -> list[str]:
-    record, notes = one.record, one.notes
-    if record is None or notes is None:
-        return [str(one.step), "", "damaged", *[""] * (len(_TITLES) - 3)]
-    return [
-        str(one.step),
-        record.created,
-        "ok",
-        size_text(record.bytes_raw),
-        size_text(record.bytes_stored),
-        ratio_text(record.bytes_raw, record.bytes_stored),
-        "" if record.base is None else str(record.base.step),
-        " ".join(one.tiers) + (" (to copy)" if one.waiting else ""),
-        " ".join(notes.tags),
-        metadata_text(notes.metadata),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,21 +351,14 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
     """
     times, unread = read_events(events)
     with tiers_quiet(), open_run(url) as backend:
-        silent = dict[str, str]()
-        listed = list_tiers(backend.tiers, silent) if backend.tiers else list_run(backend)
-        answering = [tier.backend for tier in backend.tiers if tier.name not in silent]
-        notes = NotesOfRun(answering or [backend])
-        listed = [
-            replace(one, notes=None if one.record is None else notes.read(one.record))
-            for one in listed
-        ]
+        listed, places, silent = list_places(backend)
+        listed = with_details(listed, backend, places)
         number = Catalog(backend).require_latest() if step is None else step
         contents = Checkpoint.open(backend, number).contents
         objects = tuple(describe(one, contents) for one in contents.objects())
         without = [one for one in listed if one.record and one.record.uid not in times]
-        commit_s = commit_seconds(answering or places_of(backend), without)
+        commit_s = commit_seconds(places, without)
         tiers = tuple(tier.name for tier in backend.tiers)
-        listed, seen = with_spreads(listed, backend), hosts_seen(backend)
         return RunFacts(
             backend.url,
             tuple(listed),
@@ -391,7 +369,7 @@ def gather(url: str, step: int | None, events: Sequence[str]) -> RunFacts:
             commit_s,
             times,
             unread,
-            seen,
+            hosts_seen(backend),
         )
 
 
@@ -565,7 +543,8 @@ def tiers(facts: RunFacts) -> Chart:
     points: Points = defaultdict(list)
     for one in facts.listed:
         for tier in one.tiers:
-            points["to be copied" if _waits(one, tier) else "whole"].append((one.step, tier))
+            waits = one.waiting and tier == one.tiers[-1]
+            points["to be copied" if waits else "whole"].append((one.step, tier))
     return _places(points, _TIERS, facts.tiers, height=200)
 
 
@@ -606,10 +585,6 @@ def _share_state(share: HostShare) -> str:
     if not share.bytes_held:
         return ""
     return "holds its files" if share.current else "missed the last job"
-
-
-def _waits(one: Listed, tier: str) -> bool:
-    return one.waiting and tier == one.tiers[-1]
 
 
 def unit_of(seconds: float) -> tuple[str, int]:

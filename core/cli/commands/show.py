@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from penstock.core.catalog.notes import Notes
     from penstock.core.format.records import ChoiceRecord, CommitRecord, Frame, ObjectRecord
     from penstock.core.restore.contents import Contents
+    from penstock.core.restore.specs import Storage
 
 GROUPINGS = ("codec", "rule", "role", "dtype")
 """The values of `--by`."""
@@ -82,11 +83,7 @@ class Shown:
 
     Attributes:
         record: The object's record in the manifest.
-        codecs: The codecs of its frames, in the order of encoding.
-        bytes_stored: Its bytes in the checkpoint's own blobs; for an object in a slab, its share
-            of the slab.
-        bytes_borrowed: Its bytes in the blobs of other saves: shared frames, and frames that its
-            own are encoded against.
+        storage: How it is stored.
         links: The greatest number of other frames that decoding one of its frames needs.
         stats: Statistics of its values, if requested and computable.
         rounding: Those of its codecs that are lossy, and those that may be, since they are not
@@ -94,9 +91,7 @@ class Shown:
     """
 
     record: ObjectRecord
-    codecs: tuple[str, ...]
-    bytes_stored: int
-    bytes_borrowed: int = 0
+    storage: Storage
     links: int = 0
     stats: Stats | None = None
     rounding: Rounding = field(default_factory=Rounding)
@@ -108,7 +103,7 @@ class Shown:
 
     def as_sum(self, group: str = "") -> Sum:
         """Return the figures of this object alone, in a group."""
-        return Sum(group, 1, self.nbytes, self.bytes_stored, self.bytes_borrowed)
+        return Sum(group, 1, self.nbytes, self.storage.bytes_stored, self.storage.bytes_borrowed)
 
     @property
     def type(self) -> str:
@@ -243,7 +238,7 @@ def _check_grouping(url: str, by: str, *, objects: bool) -> None:
 def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
     """Return the function that names the group of an object."""
     if by == "codec":
-        return lambda one: one.elsewhere or "+".join(one.codecs) or "raw"
+        return lambda one: one.elsewhere or "+".join(one.storage.codecs) or "raw"
     if by == "role":
         return lambda one: one.record.role.value
     if by == "dtype":
@@ -260,15 +255,8 @@ def _grouping(by: str, rules: str) -> Callable[[Shown], str]:
 
 def describe(record: ObjectRecord, contents: Contents, rounding: Rounding = Rounding()) -> Shown:
     """Return how an object is stored, according to the manifest."""
-    found = storage_of(record, contents)
-    return Shown(
-        record,
-        found.codecs,
-        found.bytes_stored,
-        found.bytes_borrowed,
-        depth_of(record),
-        rounding=rounding,
-    )
+    links = max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
+    return Shown(record, storage_of(record, contents), links, rounding=rounding)
 
 
 def _print_head(record: CommitRecord, notes: Notes, chain: Sequence[Link]) -> None:
@@ -346,7 +334,7 @@ def _columns(shown: Sequence[Shown], *, stats: bool) -> Iterator[Column[_TableLi
     yield Column(
         "ROLE", lambda line: line.leaf.record.role.value if line.leaf else "", keep=1, spare=True
     )
-    if any(one.bytes_borrowed for one in shown):
+    if any(one.storage.bytes_borrowed for one in shown):
         yield Column(
             "BORROWED",
             lambda line: size_text(line.sum.bytes_borrowed),
@@ -440,8 +428,8 @@ def _codecs_text(one: Shown) -> str:
     if one.elsewhere:
         return "-"
     lossy, unknown = set(one.rounding.lossy), set(one.rounding.unknown)
-    marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.codecs]
-    named = (name + mark for name, mark in zip(one.codecs, marks, strict=True))
+    marks = ["(lossy)" if c in lossy else "(?)" if c in unknown else "" for c in one.storage.codecs]
+    named = (name + mark for name, mark in zip(one.storage.codecs, marks, strict=True))
     return "+".join(named) or "raw"
 
 
@@ -456,9 +444,9 @@ def _as_json(one: Shown, *, stats: bool) -> dict[str, Any]:
         "dtype": record.spec.dtype,
         "shape": list(record.spec.shape),
         "bytes_raw": one.nbytes,
-        "bytes_stored": one.bytes_stored,
-        "bytes_borrowed": one.bytes_borrowed,
-        "codecs": list(one.codecs),
+        "bytes_stored": one.storage.bytes_stored,
+        "bytes_borrowed": one.storage.bytes_borrowed,
+        "codecs": list(one.storage.codecs),
         "links": one.links,
         "lossless": one.rounding.lossless,
         "same_as": None if record.same_as is None else show_path(record.same_as),
@@ -485,11 +473,6 @@ class Link:
     lender: LendingSave
     frames: int
     bytes_read: int
-
-
-def depth_of(record: ObjectRecord) -> int:
-    """Return `Shown.links`."""
-    return max((len(list(frame.links())) - 1 for frame in _frames(record)), default=0)
 
 
 def chain_of(backend: Backend, contents: Contents, chosen: Iterable[ObjectRecord]) -> list[Link]:

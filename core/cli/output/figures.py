@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.core.cli.output.render import Column, print_table, ratio_text
-from penstock.core.types import Kind, Region, show_path
+from penstock.core.types import Kind
 from penstock.core.units import size_text
 
 if TYPE_CHECKING:
@@ -148,31 +148,20 @@ def tensor_stats(
     """
     if record.kind is not Kind.TENSOR or record.same_as is not None:
         return None
-    total = _Running()
-    limit = max(1, piece_bytes // max(1, record.spec.itemsize))
-    for region in pieces(record.spec.shape, limit):
-        values = _real(checkpoint.read(show_path(record.path), region), record.spec.dtype)
-        if values is None:
+    # Slow to import.
+    from penstock.core.diff.checkpoints import numbers_of  # noqa: PLC0415
+    from penstock.core.restore.fill import read_range  # noqa: PLC0415
+
+    total, spec = _Running(), record.spec
+    step = max(spec.itemsize, piece_bytes - piece_bytes % spec.itemsize)
+    for start in range(0, spec.nbytes, step):
+        data = memoryview(bytearray(min(step, spec.nbytes - start)))
+        read_range(checkpoint.opened, record, start, data)
+        values = numbers_of(data, spec.dtype)
+        if values is None or values.dtype.kind == "c":
             return None
         total.add(values)
     return total.stats()
-
-
-def pieces(shape: tuple[int, ...], limit: int) -> Iterator[Region]:
-    """Yield regions of at most `limit` elements that cover `shape`, row-major; `limit` >= 1."""
-    if 0 in shape:
-        return
-    if math.prod(shape) <= limit:
-        yield Region.whole(shape)
-        return
-    dim = next(n for n, size in enumerate(shape) if size > 1)
-    whole = Region.whole(shape[dim + 1 :])
-    row = whole.numel
-    rows = max(1, limit // row)
-    for first in range(0, shape[dim], rows):
-        count = min(rows, shape[dim] - first)
-        for inner in pieces(shape[dim + 1 :], limit) if row > limit else [whole]:
-            yield Region((0,) * dim + (first, *inner.offsets), (1,) * dim + (count, *inner.sizes))
 
 
 class _Running:
@@ -191,7 +180,7 @@ class _Running:
         self._inf = 0
 
     def add(self, values: Any) -> None:
-        """Add a numpy array of integers, floats or booleans."""
+        """Add a numpy array of integers or floats."""
         import numpy as np  # noqa: PLC0415 - only where values are read
 
         if values.dtype.kind == "f":
@@ -201,8 +190,7 @@ class _Running:
             values = values[finite]
         if not values.size:
             return
-        # `+` turns booleans into integers: JSON and the table shall print 1, not `True`.
-        least, greatest = +values.min().item(), +values.max().item()
+        least, greatest = values.min().item(), values.max().item()
         self._least = least if self._least is None else min(self._least, least)
         self._greatest = greatest if self._greatest is None else max(self._greatest, greatest)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -228,20 +216,3 @@ class _Running:
             self._nan,
             self._inf,
         )
-
-
-def _real(value: Any, dtype: str) -> Any:
-    """Return a tensor or array as an array of real numbers; None if its values are not real."""
-    import numpy as np  # noqa: PLC0415 - only where values are read
-
-    if isinstance(value, np.ndarray):
-        array = value
-    elif value.is_complex():
-        return None
-    else:
-        try:
-            np.dtype(dtype)
-        except TypeError:
-            value = value.float()  # bfloat16 and the 8-bit floats, exactly
-        array = value.numpy()
-    return array if array.dtype.kind in "fiub" else None

@@ -216,7 +216,7 @@ def test_a_run_copied_data_first_loses_nothing_to_prune(call, run, tmp_path):
     assert "data of 3 attempts to save, but no commit record" in done.out
     assert "--all" in done.out
     printed = call("ls", target).out
-    assert "3 attempts to save (step 1, 2, 3) lack only the commit record" in printed
+    assert "3 attempts to save (steps 1, 2, 3) lack only the commit record" in printed
     assert sorted(call("ls", target, "--json").json["unrecorded"].values()) == [1, 2, 3]
     doctor = call("doctor", target, "--no-probe").out
     assert "3 saves, but no commit record" in doctor

@@ -48,7 +48,7 @@ def server(root):
 
 def disconnect(server):
     for client in (7, 9, 11):
-        server._server.disconnect(client)
+        server.disconnect(client)
     return b""
 
 
@@ -58,7 +58,7 @@ def remote(address, patience_s=PATIENCE_S):
 
 
 def test_root_is_read_listed_and_changed_from_another_host(root, server):
-    with remote(server.address) as there:
+    with remote(server.server_address[:2]) as there:
         assert there.list("") == root.list("")
         assert there.stat("commits/1") == root.stat("commits/1")
         data = bytearray(len(LARGE) - 5)
@@ -72,7 +72,7 @@ def test_root_is_read_listed_and_changed_from_another_host(root, server):
 
 
 def test_error_of_the_other_store_leaves_the_connection(server):
-    with remote(server.address) as there:
+    with remote(server.server_address[:2]) as there:
         for name, error in (("none", BlobNotFoundError), ("commits/1", BlobTruncatedError)):
             with pytest.raises(error, match="host b"):
                 there.read([ReadRequest(name, 2, memoryview(bytearray(9)))])
@@ -88,7 +88,7 @@ def test_error_of_the_other_store_leaves_the_connection(server):
 )
 def test_stranger_changes_nothing(root, server, client, secret):
     token = Credentials.of(secret, 0, client).token
-    with closing(HTTPConnection(*server.address, timeout=PATIENCE_S)) as line:
+    with closing(HTTPConnection(*server.server_address[:2], timeout=PATIENCE_S)) as line:
         line.request("POST", "/delete", b"commits/1", {"Authorization": f"Bearer {client}.{token}"})
         assert line.getresponse().status == HTTPStatus.FORBIDDEN
     assert root.stat("commits/1")
@@ -108,7 +108,7 @@ def test_silent_host_is_given_up_by_name():
 
 
 def test_root_is_reached_again_after_a_lost_connection(root, server):
-    with remote(server.address, patience_s=2.0) as there:
+    with remote(server.server_address[:2], patience_s=2.0) as there:
         there.list("")
         disconnect(server)
         assert there.list("") == root.list("")  # at once
