@@ -59,7 +59,7 @@ def job(folder, options):
 
 def hosts(root, **options):
     host = f"host-{dist.get_rank()}"
-    return {"type": "hosts", "path": str(root), "domain": host, "experimental": True, **options}
+    return {"type": "hosts", "path": str(root), "domain": host, **options}
 
 
 class CountedStore(LatencyBackend):
@@ -88,7 +88,7 @@ def recovery(lost, folder, options):
 
         def tiers():
             fast = HostsBackend(
-                HostsConfig(path="", copies=1, domain=str(rank), experimental=True),
+                HostsConfig(path="", copies=1, domain=str(rank)),
                 root=open_backend(str(root)),
             )
             rate = options.store_mb_per_s * 1e6 / count

@@ -47,7 +47,7 @@ def main() -> None:
     data = torch.Generator().manual_seed(rank)
     state = {"model": model, "optimizer": optimizer, "data": data}
 
-    backend = {"type": "hosts", "path": options.root, "copies": 1, "experimental": True}
+    backend = {"type": "hosts", "path": options.root, "copies": 1}
     if options.durable:  # leave it out to start while the durable place is away
         backend = {"type": "tiered", "fast": backend, "durable": options.durable, "drain_every": 50}
     with penstock.Checkpointer(backend, retention={"keep_last": 2}) as ckpt:

@@ -66,7 +66,6 @@ class HostsConfig(PluginConfig):
             to a host with another label if there is one. Default: each host is on its own.
         copy_bytes_per_s: Maximum bytes per second that a host copies from others; None sets no
             limit.
-        experimental: Must be true: this backend can still lose checkpoints when hosts come and go.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -75,7 +74,6 @@ class HostsConfig(PluginConfig):
     copies: int = Field(default=0, ge=0)
     domain: str = ""
     copy_bytes_per_s: SizeBytes | None = Field(default=None, gt=0)
-    experimental: bool = False
 
 
 class HostsBackend(HostRoots):
@@ -95,12 +93,6 @@ class HostsBackend(HostRoots):
         """Wrap the open root of this host; `close` closes it."""
         if root is None:
             msg = "hosts needs the root of this host: open it from a configuration, or give a root"
-            raise ConfigError(msg)
-        if not config.experimental:
-            msg = (
-                "hosts is experimental: it can lose checkpoints when hosts come and go (see "
-                "docs/hosts.md). Set experimental = true to try it with data that may be lost"
-            )
             raise ConfigError(msg)
         if root.tiers:
             msg = "path must be one place, not tiers: make hosts the fast tier of a tiered backend"

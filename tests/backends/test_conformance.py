@@ -42,9 +42,7 @@ def test_backend_conforms(group, open_root):
 
 
 def _hosts(tmp_path, root, *, joined):
-    found = HostsBackend(
-        HostsConfig(path="", experimental=True), root=open_backend("posix-off", tmp_path / root)
-    )
+    found = HostsBackend(HostsConfig(path=""), root=open_backend("posix-off", tmp_path / root))
     if joined:
         own = HostRoot("a", 0, found.own)
         other = HostRoot("b", 0, MemoryBackend(MemoryConfig(name=f"{tmp_path}{root}")))

@@ -99,7 +99,7 @@ def places(tmp_path):
         ckpt.save({"b": torch.ones(5)}, 1, mode="blocking")
     better = row("engine", "workers", 1, *[figures(150)] * 2)
     write_report(tmp_path / "BENCH", f"file://{tmp_path}/CHAIN", better)
-    hosts = f"hosts://{tmp_path}/hosts?experimental=true"
+    hosts = f"hosts://{tmp_path}/hosts"
     with penstock.Checkpointer(hosts) as ckpt:
         ckpt.save({"b": torch.ones(5)}, 1, mode="blocking")
     tiers = f"tiered://?fast={tmp_path}/tiers/fast&durable={tmp_path}/tiers/durable"

@@ -48,7 +48,7 @@ def test_doctor_leaves_no_files_in_a_root_of_hosts(call, tmp_path):
     record = encode_host(HostRecord("a", 1, ("a", "b"), "00" * 16))
     PosixBackend(PosixConfig(path=str(tmp_path / "fast"))).publish(HOST_NAME, record)
     before = tree_of(tmp_path)
-    hosts = f"hosts://{tmp_path}/fast?experimental=true"
+    hosts = f"hosts://{tmp_path}/fast"
     for url in (hosts, f"tiered://?{urlencode({'fast': hosts, 'durable': f'{tmp_path}/durable'})}"):
         done = call("doctor", url, *SMALL)
         assert (done.code, done.err) == (0, "")

@@ -38,7 +38,6 @@ def call(capsys, monkeypatch):
 def hosts(tmp_path):
     (tmp_path / "run.toml").write_text(
         f'[backend]\ntype = "hosts"\npath = "{tmp_path}/${{HERE}}"\ncopies = 1\n'
-        "experimental = true\n"
     )
     return Hosts(tmp_path, copies=1)
 
@@ -209,7 +208,7 @@ def test_host_that_missed_the_last_job_is_marked(hosts):
     assert {share.host: share.current for share in newest.shares} == {"a": True, "b": False}
 
 
-@pytest.mark.parametrize("url", ["hosts://{}?experimental=true", "{}"])
+@pytest.mark.parametrize("url", ["hosts://{}", "{}"])
 @pytest.mark.parametrize("name", ["ls", "show"])
 def test_one_host_alone_says_which_others_there_are(hosts, call, name, url):
     hosts.save("ab", 1)
@@ -231,7 +230,7 @@ def test_one_host_alone_says_which_others_there_are(hosts, call, name, url):
 def test_one_host_alone_names_the_absent_hosts(hosts, call, words, why):
     hosts.save("abc", 1, 2)
     name, *rest = words
-    done = call(name, f"hosts://{hosts.root('a')}?experimental=true", *rest)
+    done = call(name, f"hosts://{hosts.root('a')}", *rest)
     assert done.code == 1
     assert why in done.err
     assert "--force" not in done.err
@@ -240,7 +239,7 @@ def test_one_host_alone_names_the_absent_hosts(hosts, call, words, why):
 
 def test_verify_all_reports_incomplete_checkpoints(hosts, call):
     hosts.save("abc", 1, 2)
-    url = f"hosts://{hosts.root('a')}?experimental=true"
+    url = f"hosts://{hosts.root('a')}"
     done = call("verify", url, "--all")
     assert done.code == 1
     assert done.out.endswith("0 checkpoints verified, 0 damaged, 2 incomplete\n")

@@ -409,7 +409,7 @@ class World(Clock):
         )
 
     def joined(self, own, others, *, leads):
-        config = HostsConfig(path="", copies=self.copies, experimental=True)
+        config = HostsConfig(path="", copies=self.copies)
         place = Joined(config, root=own.backend)
         place.world = self
         place.join(own, others, leads=leads)

@@ -54,7 +54,7 @@ def place(kind, path):
     strike = options.get("strike", {})
     return Struck(path, **strike.get(kind, {}) if rank == strike.get("rank") else {})
 
-hosts = HostsConfig(path="", copies=1, copy_bytes_per_s=1 << 20, experimental=True)
+hosts = HostsConfig(path="", copies=1, copy_bytes_per_s=1 << 20)
 store = HostsBackend(hosts, root=place("root", f"{root}/{host}"))
 if options.get("tiered"):
     config = TieredConfig(fast="memory://", durable="memory://", drain_in="thread")

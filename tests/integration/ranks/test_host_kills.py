@@ -46,7 +46,7 @@ def resume(ckpt):
 SAVED = (
     HOST
     + """
-backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1, "experimental": True}
+backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1}
 ckpt = penstock.Checkpointer(
     {**backend, "copy_bytes_per_s": 1 << 20}, rank_timeout_s=60, retention={"keep_last": 2}
 )
@@ -79,7 +79,7 @@ class Training:
             dist.all_reduce(torch.zeros(1))  # as the gradients do: no rank is a step ahead
         self.optimizer.step()
 
-backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1, "experimental": True}
+backend = {"type": "hosts", "path": f"{root}/{host}", "copies": 1}
 ckpt = penstock.Checkpointer(backend, rank_timeout_s=60, retention={"keep_last": 2})
 training, uninterrupted, keeps_pace = Training(), Training(), False
 first = ckpt.resume(training.state)

@@ -20,8 +20,8 @@ class Levels(Hosts):
         return self._folder / f"nvme-of-{host}"
 
     def store(self, host):
-        memory = {"type": "hosts", "path": str(self.root(host)), "copies": 1, "experimental": True}
-        nvme = {"type": "hosts", "path": str(self.nvme(host)), "experimental": True}
+        memory = {"type": "hosts", "path": str(self.root(host)), "copies": 1}
+        nvme = {"type": "hosts", "path": str(self.nvme(host))}
         return {
             "type": "tiered",
             "fast": {"type": "tiered", "fast": memory, "durable": nvme, "keep_fast": 0},
@@ -73,7 +73,7 @@ def test_job_survives_the_loss_of_all_memory_and_a_host(levels):
 
 
 def test_copies_in_a_slower_tier_are_refused(tmp_path):
-    nvme = {"type": "hosts", "path": str(tmp_path / "nvme"), "copies": 1, "experimental": True}
+    nvme = {"type": "hosts", "path": str(tmp_path / "nvme"), "copies": 1}
     tiers = {"type": "tiered", "fast": str(tmp_path / "fast"), "durable": nvme}
     with pytest.raises(ConfigError, match="copies are made in the fastest tier only"):
         Checkpointer(tiers)

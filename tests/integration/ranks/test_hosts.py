@@ -71,7 +71,7 @@ class Hosts:
     def store(self, host):
         """The backend of the rank on a host."""
         options = {k: v(host) if callable(v) else v for k, v in self._options.items()}
-        fast = {"type": "hosts", "path": str(self.root(host)), "experimental": True, **options}
+        fast = {"type": "hosts", "path": str(self.root(host)), **options}
         if host in self._faulty:
             return self.roots(host, self._faulty[host])
         if self._durable is None:
@@ -81,7 +81,7 @@ class Hosts:
     def roots(self, host, root):
         """The roots of all hosts, as the rank on `host` with this root opens them."""
         options = {k: v(host) if callable(v) else v for k, v in self._options.items()}
-        store = HostsBackend(HostsConfig(path="", experimental=True, **options), root=root)
+        store = HostsBackend(HostsConfig(path="", **options), root=root)
         self._opened.append(store)
         return store
 
@@ -322,7 +322,7 @@ def test_every_host_gets_every_commit_record(hosts):
 def test_command_line_shows_what_one_host_lacks(hosts):
     hosts.save("a", 1)
     hosts.save("ab", 2)
-    with closing(open_backend(f"hosts://{hosts.root('a')}?experimental=true")) as backend:
+    with closing(open_backend(f"hosts://{hosts.root('a')}")) as backend:
         assert [one.incomplete for one in list_run(backend)] == [False, True]
 
 
@@ -381,7 +381,7 @@ def posix(path):
 
 
 def opened(hosts, host):
-    return closing(open_backend(f"hosts://{hosts.root(host)}?experimental=true"))
+    return closing(open_backend(f"hosts://{hosts.root(host)}"))
 
 
 def test_damaged_host_record_is_refused_and_deletes_nothing(hosts):
@@ -486,7 +486,7 @@ def files(hosts, host):
 
 def test_incomplete_steps_are_looked_for_without_an_absent_durable_tier(tmp_path):
     fast, durable = (FaultyBackend(posix(tmp_path / name)) for name in ("fast", "durable"))
-    roots = HostsBackend(HostsConfig(path="", experimental=True), root=fast)
+    roots = HostsBackend(HostsConfig(path=""), root=fast)
     config = TieredConfig(fast="memory://", durable="memory://")
     tiered = TieredBackend(config, fast=roots, durable=durable)
     with Checkpointer(tiered) as ckpt:
@@ -539,7 +539,7 @@ def test_old_root_keeps_its_records_until_it_has_the_new_ones(tmp_path):
     newer, older = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b"))
     newer.publish("commits/00000000000000000002", b"2")
     older.publish("commits/00000000000000000001", b"1")
-    roots = HostsBackend(HostsConfig(path="", experimental=True), root=newer)
+    roots = HostsBackend(HostsConfig(path=""), root=newer)
     roots.join(HostRoot("a", 2, newer), [HostRoot("b", 1, older)], leads=True)
     older.fail("publish", match="commits/")
     with pytest.raises(StorageError):
@@ -557,7 +557,7 @@ def test_new_root_can_be_used_after_an_interrupted_first_change(tmp_path, same_j
     used.publish("commits/00000000000000000002", b"2")
 
     def job():
-        roots = HostsBackend(HostsConfig(path="", experimental=True), root=used)
+        roots = HostsBackend(HostsConfig(path=""), root=used)
         epochs = [getattr(read_host(root), "epoch", 0) for root in (used, new)]
         others = [HostRoot("b", epochs[1], new)]
         roots.join(HostRoot("a", epochs[0], used), others, leads=True)
@@ -574,7 +574,7 @@ def test_new_root_can_be_used_after_an_interrupted_first_change(tmp_path, same_j
 def test_record_that_is_deleted_meanwhile_is_not_published_again(tmp_path):
     own, other, gate = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b")), Gate()
     root = HostRoot("b", 2, other)
-    roots = HostsBackend(HostsConfig(path="", experimental=True), root=own)
+    roots = HostsBackend(HostsConfig(path=""), root=own)
     roots.join(HostRoot("a", 2, own), [root], leads=False)
     own.publish("commits/1", b"1")
     held = other.block("publish", gate)
@@ -593,7 +593,7 @@ def test_record_that_is_deleted_meanwhile_is_not_published_again(tmp_path):
 def test_commit_records_are_listed_without_other_hosts_and_none_is_forgotten(tmp_path):
     """A record that another host may still have would come back in the next job."""
     own, other = posix(tmp_path / "a"), FaultyBackend(posix(tmp_path / "b"))
-    roots = HostsBackend(HostsConfig(path="", experimental=True), root=own)
+    roots = HostsBackend(HostsConfig(path=""), root=own)
     roots.join(HostRoot("a", 0, own), [HostRoot("b", 0, other)], leads=True)
     roots.publish("commits/1", b"1")
     other.fail("list")
@@ -623,7 +623,7 @@ def test_pins_survive_the_host_that_wrote_them(hosts):
 def test_refused_deletion_deletes_nothing_in_the_durable_tier(tmp_path):
     hosts = Hosts(tmp_path, durable=str(tmp_path / "durable"))
     hosts.save("ab", 1, 2)
-    fast = {"type": "hosts", "path": str(hosts.root("a")), "experimental": True}
+    fast = {"type": "hosts", "path": str(hosts.root("a"))}
     backend = {"type": "tiered", "fast": fast, "durable": str(tmp_path / "durable")}
     with (
         closing(open_backend(backend)) as store,
@@ -635,7 +635,7 @@ def test_refused_deletion_deletes_nothing_in_the_durable_tier(tmp_path):
 
 
 def test_copies_need_a_root_that_renames():
-    options = {"type": "hosts", "path": "s3://bucket/run", "experimental": True}
+    options = {"type": "hosts", "path": "s3://bucket/run"}
     with pytest.raises(ConfigError, match="path must be a folder"):
         Checkpointer({**options, "copies": 1})
 
@@ -649,7 +649,7 @@ from pathlib import Path
 limit_s, kind = float(sys.argv[5]), sys.argv[6]
 
 def open_at(host):
-    backend = {"type": "hosts", "path": f"{root}/host{host}", "experimental": True}
+    backend = {"type": "hosts", "path": f"{root}/host{host}"}
     if kind == "tiered":
         backend = {"type": "tiered", "fast": backend, "durable": f"{root}/durable"}
     return penstock.Checkpointer(backend, rank_timeout_s=limit_s)
