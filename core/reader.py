@@ -415,6 +415,7 @@ class Reader:
             if step != "latest":
                 return {(number := valid_step(step)): lambda: self._open(number)}
             checkpoint = self._open(step)
+            self.catalog.check_not_reduced(checkpoint.step)
             return {checkpoint.step: lambda: checkpoint}
         entries = self.catalog.entries()
         newest_first = list(entries)[::-1]

@@ -30,6 +30,7 @@ from penstock.core.abc.hosts import (
     copies_of,
     encode_host,
     host_roots,
+    is_reduced,
     place_text,
     read_host,
 )
@@ -133,6 +134,7 @@ __all__ = [
     "first_durable",
     "first_whole",
     "host_roots",
+    "is_reduced",
     "misplaced_roots",
     "parse_size",
     "place_text",

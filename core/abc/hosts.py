@@ -157,6 +157,19 @@ def absence(backend: Backend, /) -> str:
     )
 
 
+def is_reduced(backend: Backend, /) -> bool:
+    """Return whether this job is smaller than the last one, by more hosts than it has copies for.
+
+    Raises the same errors as `absent_hosts`.
+    """
+    for place in host_roots(backend).values():
+        last = read_host(max(place.roots, key=lambda root: root.epoch).backend)
+        is_smaller = last is not None and len(place.roots) < len(last.hosts)
+        if is_smaller and len(place.absent()) > max(place.copies, 1):
+            return True
+    return False
+
+
 def place_text(name: str, /) -> str:
     """Return where a place of `copies_of` is, for messages."""
     return f"on {OTHER_HOST}" if name == OTHER_HOST else f"in tier {name}"

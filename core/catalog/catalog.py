@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.abc import absence, absent_hosts, host_roots
+from penstock.core.abc import absence, absent_hosts, host_roots, is_reduced
 from penstock.core.catalog.deletion import check_same, delete_records
 from penstock.core.catalog.notes import NotesOfRun, gone, write_note
 from penstock.core.catalog.prune import GRACE_S, PruneReport, prune
@@ -214,13 +214,34 @@ class Catalog:
                 steps = listed([str(step) for step in sorted(incomplete)])
                 msg = (
                     f"all checkpoints are incomplete: {incomplete[max(incomplete)]}. If these "
-                    "hosts can come back, start again with them. To start from scratch without "
-                    f"these checkpoints, first delete {steps} on rank 0"
+                    "hosts can come back, start again with them"
                 )
+                if not is_reduced(self._backend):
+                    msg += (
+                        ". To start from scratch without these checkpoints, first delete "
+                        f"{steps} on rank 0"
+                    )
                 raise DamagedError(msg)
             msg = f"no checkpoint under {self._backend.url}"
             raise CheckpointNotFoundError(msg)
         return record
+
+    def check_not_reduced(self, step: int) -> None:
+        """Raise if later steps are incomplete because many hosts of the last job are missing.
+
+        Such a job may be a mistake, and its first save after `step` would delete these steps.
+
+        Raises:
+            DamagedError: They are.
+            StorageError: A host does not answer.
+        """
+        if is_reduced(self._backend) and (later := self.incomplete_from(step + 1)):
+            msg = (
+                f"{later[max(later)]}. This job has fewer hosts than the last one: start it again "
+                f"with them. To go on without the steps after {step}, restore {step} by its "
+                "number; the first save then deletes them"
+            )
+            raise DamagedError(msg)
 
     def require_latest(self) -> int:
         """Return the newest committed step.

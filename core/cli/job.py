@@ -60,20 +60,31 @@ def open_run(
         typer.Exit: On ranks other than 0, after rank 0 has ended.
         PenstockError: The run cannot be opened, or a rank did not join.
     """
-    with closing(open_backend(backend_of(url), must_exist=must_exist, light=light)) as backend:
-        if os.environ.get("WORLD_SIZE", "1") != "1" and host_roots(backend):
-            job = _Job(url, backend, partial(at_each_host, backend))
-            _joined.append(job)
-            if job.rank:
-                raise typer.Exit(job.follow())
-        try:
-            yield backend
-        except PenstockError as error:  # often because files are on hosts that are not shown
-            with suppress(PenstockError):
-                seen = hosts_seen(backend)
-                if seen is not None and (note := seen.note()):
-                    error.add_note(note)
-            raise
+    with (
+        closing(open_backend(backend_of(url), must_exist=must_exist, light=light)) as backend,
+        joined(url, backend, at_each_host),
+    ):
+        yield backend
+
+
+@contextmanager
+def joined(
+    url: str, backend: Backend, at_each_host: Callable[[Backend], Any] = lambda _: None
+) -> Iterator[None]:
+    """Join the roots of all hosts of an open run, as `open_run` does."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and host_roots(backend):
+        job = _Job(url, backend, partial(at_each_host, backend))
+        _joined.append(job)
+        if job.rank:
+            raise typer.Exit(job.follow())
+    try:
+        yield
+    except PenstockError as error:  # often because files are on hosts that are not shown
+        with suppress(PenstockError):
+            seen = hosts_seen(backend)
+            if seen is not None and (note := seen.note()):
+                error.add_note(note)
+        raise
 
 
 def answers() -> list[tuple[str, int, Any]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.core.abc import host_roots
 from penstock.core.catalog.catalog import Catalog
 from penstock.core.catalog.lender_report import find_lenders, records_newest_first
 from penstock.core.copy.mover import CheckedBlob
@@ -145,6 +146,8 @@ class CopySource:
             f"{at} of {blob}{self._lender(blob)} do not match their checksum; they belong to "
             f"{listed(objects)}. `penstock verify` lists all damage; copy another step."
         )
+        if host_roots(self._backend):
+            msg += " If another host has a good copy, `penstock verify --repair` replaces this one."
         return DamagedError(msg, objects or [blob])
 
     def wrong(self, blob: str, why: Sequence[ByteRange] | StorageError) -> PenstockError:

@@ -168,7 +168,7 @@ class _Lead:
         self._failures = 0  # since the last progress
         self._error = ""  # of the last failure
         self._pause_s = 0.0  # until the next look
-        self._warned: set[str] = set()
+        self._warned: set[CheckpointKey] = set()
 
     def begin(self) -> None:
         """Copy the newest checkpoint, which may have lost copies since the last job."""
@@ -334,8 +334,8 @@ class _Lead:
         self._changed.notify_all()
 
     def _warn(self, key: CheckpointKey, why: str) -> None:
-        if why not in self._warned:
-            self._warned.add(why)
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning(
                 "step %d has too few copies on other hosts: %s. Training continues, and the "
                 "copies are tried again",

@@ -25,11 +25,13 @@ from penstock.core.copy.lease import SILENT_S, Lease
 from penstock.core.copy.mover import BlobMover, BlobTransfer, Callbacks
 from penstock.core.errors import (
     BlobNotFoundError,
+    DamagedError,
     PenstockError,
     SaveAbortedError,
     StorageError,
 )
 from penstock.core.foreign import said
+from penstock.core.format.commit_record import encode_commit
 from penstock.core.format.records import commit_name
 from penstock.core.suggest import listed
 from penstock.core.types import PAGE_BYTES
@@ -372,6 +374,14 @@ def _damaged(
         with suppress(BlobNotFoundError):
             if sizes[name] != len(data) or own.read_record(name, limit_bytes=len(data)) != data:
                 found[name] = f"{name} does not match its digest"
+    name = commit_name(record.step, record.generation)
+    if names is None or name in names:
+        try:
+            read_commit(own, name)
+        except DamagedError as error:
+            found[name] = str(error)
+        except BlobNotFoundError:  # the next job publishes it here
+            pass
     return found
 
 
@@ -414,6 +424,8 @@ def _bring(
             own.delete([landing.landing(blob.name) for blob in blobs])  # removes the empty folder
     for name, data in source.records(names):
         own.publish(name, data)
+    if (name := commit_name(source.record.step, source.record.generation)) in names:
+        own.publish(name, encode_commit(source.record))
     for name in left:
         none = BlobNotFoundError(f"no other place has a copy of {name}")
         raise source.wrong(name, failures.get(name, none))

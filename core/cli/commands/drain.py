@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from penstock.core.catalog.prune import GRACE_S
-from penstock.core.cli.app import Json, Url, command, errors, time_of
+from penstock.core.cli.app import AsGiven, Json, backend_of, command, errors, time_of
+from penstock.core.cli.job import joined
 from penstock.core.cli.output.render import print_json, print_line
 from penstock.core.cli.output.runs_on_disk import quiet, tiers_quiet
+from penstock.core.cli.output.shares import hosts_seen
 from penstock.core.concurrency.timing import current_timing
 from penstock.core.concurrency.watchdog import Deadline, call_with_deadline
 from penstock.core.concurrency.workers import Workers, default_workers
@@ -95,7 +97,7 @@ class CommandDeadline(Deadline):
 
 @command("drain")
 def drain(
-    url: Url,
+    url: AsGiven,
     *,
     timeout: Annotated[
         float | None,
@@ -116,7 +118,9 @@ def drain(
     """
     with tiers_quiet(), closing(Workers(default_workers())) as workers:
         deadline = CommandDeadline(timeout, workers.timing.clock)
-        backend = deadline.ask("opening the tiers", lambda: open_backend(url, must_exist=True))
+        backend = deadline.ask(
+            "opening the tiers", lambda: open_backend(backend_of(url), must_exist=True)
+        )
         try:  # not `closing`: a tier that hangs would hang the command in its `close`
             if not backend.tiers:
                 msg = (
@@ -124,7 +128,11 @@ def drain(
                     "tiered://?fast=...&durable=..., or the configuration file of the run"
                 )
                 raise ConfigError(msg)
-            outcome = _drain(backend, workers, deadline)
+            with joined(url, backend):
+                seen = hosts_seen(backend)
+                if seen is not None and seen.absent and len(seen.shown) == 1:
+                    raise StorageError(seen.note())
+                outcome = _drain(backend, workers, deadline)
         finally:
             with suppress(StorageTimeoutError):
                 deadline.ask("closing", backend.close, ending=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.abc import host_roots, read_host
 from penstock.core.catalog.survey import has_files
 from penstock.core.cli.output.render import Cell, Column, print_line, print_table
-from penstock.core.errors import DamagedError, FormatError, StorageError
+from penstock.core.errors import BlobNotFoundError, DamagedError, FormatError, StorageError
 from penstock.core.format.records import COMMIT_PREFIX, DATA_PREFIX, data_prefix
 from penstock.core.replicas.holdings import Holdings, RootListing
 from penstock.core.units import counted, size_text
@@ -157,7 +157,7 @@ def _spread(
     whole, groups = has_files(place, record, sizes), groups_of(place)
     try:
         files = files_of(place, record, sizes)
-    except DamagedError:  # no host has the index, which names the borrowed blobs
+    except (DamagedError, BlobNotFoundError):  # hosts lack the index with the borrowed blobs
         files = {n: size for n, size in sizes.items() if n.startswith(data_prefix(record.uid))}
     holders = {name: holdings.holders(name, size) for name, size in files.items()}
     pulls = holdings.pulls(files, groups)

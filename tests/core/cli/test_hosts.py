@@ -92,11 +92,13 @@ def test_ranks_of_torchrun_show_and_verify_the_run_of_all_hosts(hosts, command):
         assert {share["bytes_only_here"] for share in shares} == {0}
     assert step["spread"]["state"] == "replicated"
     name = damage(hosts.root("b"))
+    record = hosts.root("c") / "commits/00000001-0.json"
+    record.write_bytes(record.read_bytes().replace(b"1", b"2", 1))
     first, *others = command("abc", "verify", "--all")
     assert [first.code, *(rank.code for rank in others)] == [1, 1, 1]
     assert "of rank 1: " in first.out
     assert name in first.out
-    assert "copies on 3 hosts verified, 1 damaged" in first.out
+    assert "copies on 3 hosts verified, 2 damaged" in first.out
     first, *others = command("abc", "verify", "--all", "--repair")
     assert [first.code, *(rank.code for rank in others)] == [0, 0, 0], first.out + first.err
     assert re.search(f"^host . of rank 1: replaced .*{name}$", first.out, re.MULTILINE)
@@ -113,6 +115,24 @@ def test_copy_reads_the_files_of_all_hosts(hosts, command, call, tmp_path):
     first, other = command("ab", "copy", str(tmp_path / "out"))
     assert [first.code, other.code] == [0, 0], first.err
     assert call("verify", str(tmp_path / "out")).code == 0
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+def test_drain_copies_the_files_of_all_hosts(hosts, command, call, tmp_path):
+    hosts.save("ab", 1, 2)
+    config = tmp_path / "run.toml"
+    fast = ", ".join(config.read_text().splitlines()[1:])
+    config.write_text(
+        f'[backend]\ntype = "tiered"\nfast = {{{fast}}}\ndurable = "{tmp_path}/durable"\n'
+    )
+    (alone,) = command("a", "drain")
+    assert alone.code == 1
+    assert "run the command under torchrun on all of them" in alone.err
+    first, other = command("ab", "drain")
+    assert [first.code, other.code, other.out] == [0, 0, ""], first.err
+    assert call("verify", str(tmp_path / "durable"), "--all").code == 0
+    assert call("ls", str(tmp_path / "durable"), "--json").json["checkpoints"][1]["step"] == 2
 
 
 @pytest.mark.process
@@ -199,6 +219,14 @@ def test_lost_host_leaves_files_without_copies_and_two_leave_it_incomplete(hosts
     hosts.lose("a")
     (spread,) = spreads(hosts, "cd")
     assert spread.state == "incomplete"
+
+
+def test_step_that_is_in_the_next_tier_only_hides_no_spread(tmp_path):
+    tiers = Hosts(tmp_path, durable=str(tmp_path / "durable"), copies=1)
+    tiers.save("ab", 1, 2)
+    for host in "ab":
+        (tiers.root(host) / "commits/00000001-0.json").unlink()
+    assert spreads(tiers, "ab")[1].state == "replicated"
 
 
 def test_host_that_missed_the_last_job_is_marked(hosts):

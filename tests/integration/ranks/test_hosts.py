@@ -256,6 +256,19 @@ def test_old_root_does_not_bring_back_what_a_job_without_it_deleted(hosts):
     assert hosts.run("ab", lambda ckpt, *_: ckpt.steps()) == [[1], [1]]
 
 
+def test_job_on_far_fewer_hosts_continues_from_an_older_step_only_by_its_number(hosts):
+    hosts.save("a", 1)
+    hosts.save("abc", 2)
+
+    def continued(ckpt, *of):
+        with pytest.raises(DamagedError, match="fewer hosts than the last one"):
+            ckpt.resume(state_of(0, *of))
+        return restored(ckpt, *of, step=1)
+
+    assert hosts.run("a", continued) == [1]
+    assert hosts.restore("axy") == 1  # as many hosts as before
+
+
 def test_only_rank_0_deletes_so_that_an_absent_root_brings_nothing_back(hosts):
     hosts.save("a", 1)
     hosts.save("abc", 2)
