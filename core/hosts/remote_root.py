@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from penstock.core.abc import Backend, BlobWriter, check_blob_name
 from penstock.core.concurrency.watchdog import Deadline
-from penstock.core.errors import StorageError
+from penstock.core.errors import FormatError, StorageError
 from penstock.core.foreign import said
 from penstock.core.hosts.blob_http import BlobClient, BlobServer, Credentials
 from penstock.core.types import BlobInfo, Capabilities, ReadRequest, flat_view
@@ -83,6 +83,11 @@ class RootServer(BlobServer):
                 return _encoded(root.list(name))
             case "stat":
                 return _encoded([root.stat(name)])
+            case "record":
+                try:
+                    return root.read_record(name, limit_bytes=_RANGE_BYTES)
+                except FormatError as error:
+                    raise StorageError(str(error)) from error
             case "publish":
                 root.publish(name, body)
             case "delete":
@@ -162,6 +167,13 @@ class RemoteRoot(Backend):
                 some = target[at : at + _RANGE_BYTES]
                 parts.append(ReadRequest(request.name, request.offset + at, some))
         self._call(lambda client: client.read(parts))
+
+    def read_record(self, name: str, /, *, limit_bytes: int) -> bytes:
+        """See `Backend.read_record`; only records of up to 4 MiB may be replaced meanwhile."""
+        size = self.stat(name).size_bytes
+        if size > min(limit_bytes, _RANGE_BYTES):
+            return super().read_record(name, limit_bytes=limit_bytes)
+        return self._ask(f"record/{name}")
 
     def publish(self, name: str, data: bytes, /, *, exclusive: bool = False) -> None:
         """See `Backend.publish`."""

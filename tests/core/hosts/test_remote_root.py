@@ -71,6 +71,20 @@ def test_root_is_read_listed_and_changed_from_another_host(root, server):
         assert there.order("pull", b" names") == b"pull names"
 
 
+def test_record_that_is_replaced_meanwhile_is_read_whole(root, server):
+    class Replaced(RemoteRoot):
+        def stat(self, name):
+            found = super().stat(name)
+            root.publish(name, b"longer by now")
+            return found
+
+    clients = ((7, Credentials.of(b"secret", 0, 7)),)
+    address = server.server_address[:2]
+    there = Replaced("b", address, iter(clients), patience_s=PATIENCE_S, timing=TIMING)
+    with closing(there):
+        assert there.read_record("commits/1", limit_bytes=99) == b"longer by now"
+
+
 def test_error_of_the_other_store_leaves_the_connection(server):
     with remote(server.server_address[:2]) as there:
         for name, error in (("none", BlobNotFoundError), ("commits/1", BlobTruncatedError)):
