@@ -515,7 +515,8 @@ def _direct(backend: Backend, root: Path | None) -> Check:
     if root is None:
         return Check("direct I/O", "info", f"does not apply to {backend.name}", values=values)
     why = "; ".join(capabilities.notes)
-    if not why or "direct_io is off" in why:  # no fault: the backend has none, or the user's choice
+    # No fault: the backend has none, the user's choice, or memory, which has its own check.
+    if not why or "direct_io is off" in why or "keeps files in memory" in why:
         return Check("direct I/O", "info", why or f"{backend.name} does not use it", values=values)
     advice = (
         "saves go through the page cache, which costs memory and a copy: use a folder on a disk "

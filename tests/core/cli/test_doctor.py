@@ -316,7 +316,8 @@ def test_a_backend_error_fails_one_check_and_the_others_run(broken, failed, wrap
     [
         ((), "info"),
         (("page cache in use: direct_io is off",), "info"),
-        (("page cache in use: tmpfs",), "warn"),
+        (("page cache in use: tmpfs keeps files in memory",), "info"),
+        (("page cache in use: no O_DIRECT",), "warn"),
     ],
 )
 def test_direct_io_is_advised_only_where_it_works(tmp_path, notes, status):
