@@ -570,7 +570,8 @@ class Checkpointer:
         """Return the newest saved or logged step; None if there is none.
 
         Raises:
-            DamagedError: The commit record of the newest saved step cannot be read.
+            DamagedError: The commit record of the newest saved step cannot be read. Or hosts are
+                missing, and a save after the newest whole step would delete what only they have.
         """
         self._check_open()
         return self._log.latest()

@@ -123,8 +123,12 @@ class RunLog:
 
     def latest(self) -> int | None:
         """Return the newest step that is saved or logged; None if there is none."""
-        newest = self._catalog.latest()
-        if newest is None or not self.may_log():
+        try:
+            newest = self._catalog.require_latest()
+        except CheckpointNotFoundError:
+            return None
+        self._catalog.check_not_reduced(newest)  # else a script would continue from there
+        if not self.may_log():
             return newest
         logged = last_step(self._logs_after(newest))
         return newest if logged is None else logged

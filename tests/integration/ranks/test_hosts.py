@@ -184,11 +184,11 @@ def test_absent_host_is_named(hosts):
     hosts.save("ab", 2)
 
     def look(ckpt, rank, count):
-        with pytest.raises(DamagedError, match=r"\(absent: b\)"):
-            ckpt.info(2)
-        return ckpt.latest()
+        for call in (lambda: ckpt.info(2), ckpt.latest):
+            with pytest.raises(DamagedError, match=r"\(absent: b\)"):
+                call()
 
-    assert hosts.run("ac", look) == [None, None]
+    hosts.run("ac", look)
     assert hosts.restore("ab") == 2  # nothing was changed
 
 
@@ -261,8 +261,9 @@ def test_job_on_far_fewer_hosts_continues_from_an_older_step_only_by_its_number(
     hosts.save("abc", 2)
 
     def continued(ckpt, *of):
-        with pytest.raises(DamagedError, match="fewer hosts than the last one"):
-            ckpt.resume(state_of(0, *of))
+        for call in (ckpt.latest, lambda: ckpt.resume(state_of(0, *of))):
+            with pytest.raises(DamagedError, match="fewer hosts than the last one"):
+                call()
         return restored(ckpt, *of, step=1)
 
     assert hosts.run("a", continued) == [1]
