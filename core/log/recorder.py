@@ -522,7 +522,8 @@ class Recorder:
                 continue
             if not isinstance(entry, StateObject) or entry.kind is Kind.VALUE:
                 rest.append(entry)
-            elif entry.same_as is not None:
+            elif entry.same_as is not None or (entry.spec.nbytes and not entry.source.nbytes):
+                # This rank has no part. Ranks with parts end the log if no optimizer changes them.
                 left.append(entry.path)
             else:
                 memory = entry.source.memory

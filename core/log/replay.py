@@ -227,12 +227,13 @@ class LogReplay:
         if replayer is None:
             msg = f"no installed replayer handles {type(optimizer).__name__}"
             raise NotLoggedError(msg)
-        if len(steps) > 1:
-            step = self._recut(optimizer, replayer, steps)
+        cut = cut_digest([*parameters_of(optimizer)])
+        if len(steps) > 1 or step["engine"].get(CUT, "") != cut:
+            step = self._recut(optimizer, replayer, steps, cut)
         take_again(optimizer, replayer, step, chosen)
 
     def _recut(
-        self, optimizer: Any, replayer: Replayer, steps: Sequence[Mapping[str, Any]]
+        self, optimizer: Any, replayer: Replayer, steps: Sequence[Mapping[str, Any]], cut: str
     ) -> Mapping[str, Any]:
         """Return a step that is cut for the parts of the parameters that this rank holds."""
         engines = [{k: v for k, v in step["engine"].items() if k != CUT} for step in steps]
@@ -254,7 +255,6 @@ class LogReplay:
             raise NotLoggedError(msg)
         parameters = [group["params"] for group in optimizer.param_groups]
         step = recut(steps, parameters, self.registry.providers)
-        cut = cut_digest([*parameters_of(optimizer)])
         return {**step, "engine": {**engines[0], CUT: cut} if cut else engines[0]}
 
     def _ahead(

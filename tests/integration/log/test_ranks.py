@@ -1,6 +1,7 @@
 """Several ranks log their own parts, and replay to the last step that all of them have."""
 
 import dataclasses
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -92,6 +93,23 @@ def flip(path, offset):
     path.write_bytes(data)
 
 
+def test_shards_that_no_optimizer_changes_end_the_log(tmp_path):
+    def work(ckpt, rank):
+        replica = Replica()
+        mean = torch.zeros(int(rank < 2), 3)  # rank 2 has no part
+        replica.state["mean"] = penstock.Shard(mean, (2, 3), (rank, 0))
+        for number in range(4):
+            replica.step(number)
+            mean += 1
+            if number == BASE:
+                ckpt.save(replica.state, number, mode="blocking")
+        return ckpt.log(replica.state, 3)
+
+    assert Job(3, str(tmp_path)).run(work)[:2] == [False, False]
+    with penstock.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.latest() == BASE
+
+
 def test_all_ranks_resume_at_the_last_logged_step(tmp_path):
     save_and_log(tmp_path)
     with penstock.Checkpointer(tmp_path) as ckpt:
@@ -167,15 +185,17 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
 last, dies_at, options = int(sys.argv[5]), int(sys.argv[6]), eval(sys.argv[7])
-model = nn.Sequential(nn.Linear(12, 33), nn.Dropout(0.1), nn.ReLU(), nn.Linear(33, 5))
+kind, out = options.pop("kind", "AdamW"), options.pop("out", 5)
+model = nn.Sequential(nn.Linear(12, 33), nn.Dropout(0.1), nn.ReLU(), nn.Linear(33, out))
 fully_shard(model)
-optimizer = optim.AdamW(model.parameters(), 1e-2, **options)
+optimizer = getattr(optim, kind)(model.parameters(), 1e-2, **options)
 state = {"model": model, "optimizer": optimizer, "rng": penstock.Rng()}
 torch.manual_seed(100 + rank)
 
 def bits():
     full = [p.full_tensor().detach().flatten() for p in model.parameters()]
-    full += [optimizer.state[p]["exp_avg_sq"].full_tensor().flatten() for p in model.parameters()
+    key = "exp_avg_sq" if kind == "AdamW" else "momentum_buffer"
+    full += [optimizer.state[p][key].full_tensor().flatten() for p in model.parameters()
              if p in optimizer.state]
     return hashlib.sha256(torch.cat(full).numpy().tobytes()).hexdigest()
 
@@ -304,13 +324,33 @@ def test_gradients_in_buckets_are_logged_before_the_next_backward(tmp_path, view
 
 @pytest.mark.process
 @pytest.mark.multirank
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_other_ranks_replay_the_gradients_of_their_own_parts(tmp_path, count):
-    killed = train(tmp_path, dies_at=9, foreach=True)
+@pytest.mark.parametrize(
+    ("logged", "count"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 3), (1, 3)]
+)
+def test_other_ranks_replay_the_gradients_of_their_own_parts(tmp_path, logged, count):
+    killed = train(tmp_path, logged, dies_at=9, foreach=True)
     for resumed in train(tmp_path, count, last=10, foreach=True):
         first, bits = next(iter(resumed.items()))
         assert first in {"8", "9"}
         assert bits == killed[0][first]
+
+
+@pytest.mark.process
+@pytest.mark.multirank
+@pytest.mark.parametrize("options", [{"kind": "AdamW"}, {"kind": "SGD", "momentum": 0.9}], ids=str)
+def test_ranks_without_a_part_of_a_parameter_log_it_too(tmp_path, options):
+    of_job = {**options, "out": 1, "foreach": True}  # only rank 0 has a part of the last layer
+    whole = train(tmp_path / "whole", 3, **of_job)
+    train(tmp_path / "killed", 3, dies_at=9, **of_job)
+    shutil.copytree(tmp_path / "killed", tmp_path / "again")
+    same = train(tmp_path / "killed", 3, **of_job)
+    for resumed, expected in zip(same, whole, strict=True):
+        assert next(iter(resumed)) in {"8", "9"}  # the entry of step 9 may not have been durable
+        assert resumed == {step: expected[step] for step in resumed}
+    for resumed in train(tmp_path / "again", 2, last=10, **of_job):
+        first, bits = next(iter(resumed.items()))
+        assert first in {"8", "9"}
+        assert bits == whole[0][first]
 
 
 @pytest.mark.process
