@@ -453,7 +453,8 @@ class Checkpointer:
             CheckpointNotFoundError: There is no such step.
             RankError: Another rank failed, died or made no progress; names the rank.
             RestoreMismatchError: Template and checkpoint differ; lists every difference.
-            DamagedError: Stored bytes differ from the written bytes; names the paths.
+            DamagedError: Stored bytes differ from the written bytes; names the paths. Or, with
+                `"latest"`, hosts are missing, as in `latest()`.
             SelectionError: A pattern matches nothing.
         """
         called = time.monotonic()

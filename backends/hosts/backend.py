@@ -106,7 +106,7 @@ class HostsBackend(HostRoots):
         self.copy_bytes_per_s = config.copy_bytes_per_s
         self.roots = (HostRoot("", 0, root),)
         self._newest = 0
-        self._may_begin = self._joined = self._has_all = self._follows = False
+        self._joined = self._leads = self._began = False
         self._lock = threading.Lock()  # held while an epoch begins; guards the lines above
         # Held while records are deleted: else `publish_again` could bring one back.
         self._deleting = threading.Lock()
@@ -135,14 +135,13 @@ class HostsBackend(HostRoots):
 
     def absent(self) -> tuple[str, ...]:
         """See `HostRoots.absent`."""
-        newest = max(self.roots, key=lambda root: root.epoch)
-        record = read_host(newest.backend)
+        record = self.last_job()
         if record is None:
             return ()
         here: Counter[str] = Counter()
         for root in self.roots:
             # A host may have another name in each job, as pods do, or the name of another host.
-            there = read_host(root.backend) if root.epoch == newest.epoch else None
+            there = read_host(root.backend) if root.epoch == self._newest else None
             here[root.host if there is None else there.host] += 1
         return tuple(sorted(Counter(record.hosts) - here))
 
@@ -151,8 +150,7 @@ class HostsBackend(HostRoots):
         with self._lock:
             self.roots = (own, *others)
             self._newest = max(root.epoch for root in self.roots)
-            self._may_begin, self._follows = leads, not leads
-            self._joined, self._has_all = True, False
+            self._joined, self._leads, self._began = True, leads, False
 
     def read(self, requests: Sequence[ReadRequest], /) -> None:
         """Read each blob from the first root that has it, starting with this host's root."""
@@ -193,7 +191,7 @@ class HostsBackend(HostRoots):
         Raises:
             StorageError: A host does not answer, so its blobs are unknown.
         """
-        if self._has_all and prefix.startswith(_COMMITS):
+        if self._began and prefix.startswith(_COMMITS):
             return self.inner.list(prefix)
         infos: dict[str, BlobInfo] = {}
         for root, listed in self._at_all(lambda root: root.list(prefix)).items():
@@ -254,7 +252,7 @@ class HostsBackend(HostRoots):
 
     def check_may_delete(self) -> None:
         """See `HostRoots.check_may_delete`."""
-        if self._follows:
+        if self._joined and not self._leads:
             # Without a new epoch, a host that is away would bring the deleted records back.
             msg = "nothing was deleted: on hosts, only rank 0 may delete or rewind"
             raise StorageError(msg)
@@ -343,7 +341,7 @@ class HostsBackend(HostRoots):
                 with `hosts`, and no record was changed.
         """
         with self._lock:
-            if not self._may_begin:
+            if not self._leads or self._began:
                 return
             self._check_apart()
             records: dict[str, bytes] = {}
@@ -364,9 +362,8 @@ class HostsBackend(HostRoots):
             self.roots = tuple(root._replace(epoch=epoch, run=run) for root in self.roots)
             self._known = {}
             self._newest = epoch
-            self._may_begin = False
-            # Records are published in this root first, and deleted in it last.
-            self._has_all = True
+            # From here on, records are published in this root first, and deleted in it last.
+            self._began = True
 
     def _check_apart(self) -> None:
         """Refuse roots that are one place, where each file would count as a copy of itself."""
@@ -402,7 +399,7 @@ class HostsBackend(HostRoots):
             # Else a crash leaves records that look like records from before the root was used with
             # hosts. Without run and epoch: after a crash, a job on this host alone lacks records,
             # and must not become the last job of the run, which deletes them on the other hosts.
-            last = read_host(max(self.roots, key=lambda root: root.epoch).backend)
+            last = self.last_job()
             assert last is not None
             record = replace(last, host=root.host, epoch=0, run="")
             root.backend.publish(HOST_NAME, encode_host(record))

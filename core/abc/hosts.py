@@ -78,6 +78,13 @@ class HostRoots(DelegatingBackend, ABC):
         """The root of this host."""
         return self.inner
 
+    def last_job(self) -> HostRecord | None:
+        """Return the record of the newest job that has saved in any root; None if none has.
+
+        Raises the same errors as `read_host`.
+        """
+        return read_host(max(self.roots, key=lambda root: root.epoch).backend)
+
     def check_may_delete(self) -> None:
         """Raise if a deletion would be refused; a caller that deletes in several places asks first.
 
@@ -163,7 +170,7 @@ def is_reduced(backend: Backend, /) -> bool:
     Raises the same errors as `absent_hosts`.
     """
     for place in host_roots(backend).values():
-        last = read_host(max(place.roots, key=lambda root: root.epoch).backend)
+        last = place.last_job()
         is_smaller = last is not None and len(place.roots) < len(last.hosts)
         if is_smaller and len(place.absent()) > max(place.copies, 1):
             return True

@@ -109,14 +109,13 @@ class HostOrders:
         self._places = host_roots(store)
         self._workers = workers
         self._tasks: dict[tuple[int, str], _HostTask] = {}
-        self._repairs: list[_HostTask] = []
         for number, place in self._places.items():
             self._tasks[number, "pull"] = _HostTask(workers, partial(_pull, place))
             if number + 1 < len(store.tiers):
                 push = partial(_push, place, store.tiers[number + 1])
                 self._tasks[number, "push"] = _HostTask(workers, push)
             repair = partial(_repair, store, place)
-            self._repairs.append(_HostTask(workers, repair, silent_s=None))
+            self._tasks[number, "repair"] = _HostTask(workers, repair, silent_s=None)
 
     def execute(self, number: int, kind: str, body: bytes) -> bytes:
         """Begin to execute an order in tier `number`; return the progress as bytes.
@@ -149,14 +148,14 @@ class HostOrders:
     def repair(self, record: CommitRecord, names: Collection[str]) -> None:
         """Begin to replace those of these files that are damaged on this host."""
         order = Order(commit_name(record.step, record.generation), dict.fromkeys(names, 0))
-        for task in self._repairs:
+        for number in self._places:
             with suppress(StorageError):  # the last repair has failed, so this one does not begin
-                task.execute(order)
+                self._tasks[number, "repair"].execute(order)
 
     def settle(self) -> None:
         """Wait until `repair` has ended, or makes no progress."""
-        for task in self._repairs:
-            task.join()
+        for number in self._places:
+            self._tasks[number, "repair"].join()
 
     def damaged(
         self, record: CommitRecord, names: Collection[str] | None = None, *, deep: bool = True
@@ -174,14 +173,14 @@ class HostOrders:
             StorageError: The root of this host does not answer.
         """
         found: dict[str, str] = {}
-        for place in self._places.values():
-            task = _HostTask(self._workers, lambda *_: None, silent_s=None)
+        for number, place in self._places.items():
+            task = self._tasks[number, "repair"]
             found |= _damaged(self._store, place, record, task, names, deep=deep)
         return found
 
     def close(self) -> None:
         """Cancel all copies, and wait for their ends."""
-        for task in (*self._tasks.values(), *self._repairs):
+        for task in self._tasks.values():
             task.close()
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.core.abc import host_roots
+from penstock.core.abc import OTHER_HOST, host_roots
 from penstock.core.catalog.survey import is_whole, read_borrowed, read_commit, uids_named
 from penstock.core.concurrency.watchdog import Watchdog, call_with_deadline
 from penstock.core.copy.checkpoint_copy import CheckpointCopy
@@ -97,12 +97,11 @@ class TierRepairs:
         Args:
             damaged: The blobs and records, each with the name of the tier with a good copy.
         """
-        if not self.leads():
+        in_tiers = {name: tier for name, tier in damaged if tier != OTHER_HOST}
+        if not in_tiers or not self.leads():  # hosts replace their own files
             return
         self._moved(0)
-        self._running.append(
-            self.workers.spawn("repair", partial(self._replace_read, dict(damaged)))
-        )
+        self._running.append(self.workers.spawn("repair", partial(self._replace_read, in_tiers)))
 
     def begin_replacing(
         self, record: CommitRecord, good: int, bad: int, *, failed: Callable[[], None]
@@ -221,8 +220,6 @@ class TierRepairs:
         """Replace the damaged copies that a read skipped, in all tiers before the good copy."""
         numbers = {tier.name: number for number, tier in enumerate(self._tiers)}
         try:
-            # Hosts replace their own files.
-            damaged = {name: tier for name, tier in damaged.items() if tier in numbers}
             for name, tier in damaged.items():
                 if parse_commit_name(name) is not None:
                     self._replace_unreadable(name, numbers[tier])

@@ -109,7 +109,8 @@ def drain(
 
     A process that saves to the run does this in the background; use the command if no such process
     will run. Leaves out checkpoints that such a process is copying. Exits with 1 if a checkpoint is
-    still pending, or if a tier could not be checked.
+    still pending, or if a tier could not be checked. If the fast tier is `hosts`, run it under
+    torchrun on all of them.
 
     Examples:
       penstock drain penstock.toml

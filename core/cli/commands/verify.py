@@ -94,7 +94,7 @@ def verify(
         copies = [{"host": h, "rank": rank, **found} for h, rank, found in answers()]
         with closing(Workers(default_workers())) as workers:
             loader, repairs = Loader(backend, workers), None
-            if repair and (backend.tiers or not copies):
+            if repair and (backend.tiers or not copies):  # hosts alone have replaced their files
                 stuck_s = workers.timing.stuck_s
                 drains = Drains(backend.tiers, workers=workers, grace_s=GRACE_S, stuck_s=stuck_s)
                 repairs = drains.repairs

@@ -157,7 +157,7 @@ def _spread(
     whole, groups = has_files(place, record, sizes), groups_of(place)
     try:
         files = files_of(place, record, sizes)
-    except (DamagedError, BlobNotFoundError):  # hosts lack the index with the borrowed blobs
+    except (DamagedError, BlobNotFoundError):  # no host has the index or the commit record
         files = {n: size for n, size in sizes.items() if n.startswith(data_prefix(record.uid))}
     holders = {name: holdings.holders(name, size) for name, size in files.items()}
     pulls = holdings.pulls(files, groups)
